@@ -1,0 +1,192 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Serving request rings. The bytes of a session segment are whatever its process wants them to be, at any
+ * moment: an entry is copied out under a guard, and only the copy is looked at.
+ */
+#include <errno.h>
+#include <string.h>
+
+#include "daemon/space.h"
+#include "daemon/guard.h"
+#include "daemon/pool.h"
+#include "daemon/session.h"
+
+/* The session's own use of a pool it has opened; requests do not open pools. */
+static struct attach *attach_of(struct session *s, uint32_t pool)
+{
+    struct list *i, *tmp;
+
+    kvd_list_for_each(i, tmp, &s->attaches)
+    {
+        struct attach *a = list_entry(i, struct attach, in_session);
+
+        if (a->pool->id == pool)
+            return a;
+    }
+    return NULL;
+}
+
+static void run_reserve(struct attach *a, const struct shm_request *q, struct shm_completion *c)
+{
+    struct reservation r;
+
+    pool_reserve(a->pool, a, &q->reserve.key,
+                 q->flags & SHM_HAS_PARENT ? &q->reserve.parent : NULL, q->epoch, q->tenant, &r);
+    c->status = r.status;
+    c->slot = r.slot;
+    c->ticket = r.ticket;
+}
+
+static void run_commit(struct attach *a, const struct shm_request *q, struct shm_completion *c)
+{
+    struct commit m = {
+        .ticket = q->ticket,
+        .part = q->part,
+        .bytes = q->commit.bytes,
+        .position = q->commit.position,
+        .layout = q->commit.layout,
+        .checksum = q->commit.checksum,
+        .user_bytes = q->commit.user_bytes,
+        .user = q->commit.user,
+    };
+
+    c->ticket = q->ticket;
+    c->slot = (uint32_t)q->ticket & (SHM_SLOTS_MAX - 1);
+    c->status = pool_commit(a->pool, a, &m);
+}
+
+/* Tail first, so that heads are the younger ones. No completion. */
+static void run_observe(struct attach *a, const struct shm_request *q)
+{
+    uint32_t n = q->observe.n <= SHM_OBSERVE_KEYS ? q->observe.n : SHM_OBSERVE_KEYS;
+
+    while (n--)
+        pool_observe(a->pool, &q->observe.keys[n], q->epoch);
+}
+
+static void run(struct session *s, const struct shm_request *q, struct shm_completion *c)
+{
+    struct attach *a = attach_of(s, q->pool);
+
+    if (!a)
+        c->status = -EBADF;
+    else if (s->role < ROLE_WRITER)
+        c->status = -EACCES;
+    else if (q->op == SHM_RESERVE)
+        run_reserve(a, q, c);
+    else if (q->op == SHM_COMMIT)
+        run_commit(a, q, c);
+    else
+        c->status = -ENOSYS;
+}
+
+struct serve {
+    struct session *s;
+    struct shm_request request;
+    struct shm_completion completion;
+};
+
+/* -EAGAIN: nothing waits, or there is no room for the answer (then the request waits, too). */
+static int take(void *arg)
+{
+    struct serve *x = arg;
+    struct session *s = x->s;
+    int64_t n = shm_ring_waiting(&s->requests);
+
+    if (n <= 0)
+        return n < 0 ? (int)n : -EAGAIN;
+    if (!shm_ring_room(&s->completions))
+        return -EAGAIN;
+    memcpy(&x->request, &s->shm->request[shm_ring_at(&s->requests, s->requests.mine)],
+           sizeof(x->request));
+    return 0;
+}
+
+/* The answer first, then the request is given back: whoever restarts between the two finds the request
+ * again and answers it twice, which its owner can tell by user_data, never not at all. */
+static int give(void *arg)
+{
+    struct serve *x = arg;
+    struct session *s = x->s;
+
+    if (x->request.op != SHM_OBSERVE) {
+        struct shm_completion *ring = shm_completion_array(s->shm, s->ring_entries);
+
+        ring[shm_ring_at(&s->completions, s->completions.mine)] = x->completion;
+        shm_ring_produce(&s->completions, 1);
+    }
+    shm_ring_consume(&s->requests, 1);
+    return 0;
+}
+
+int session_serve(struct session *s, uint32_t max)
+{
+    struct serve x = {.s = s};
+    uint32_t n;
+
+    if (!s->shm || s->broken || s->state != SESSION_ATTACHED)
+        return 0;
+    for (n = 0; n < max; n++) {
+        int r = guard_call(take, &x, s->map.addr, s->map.bytes);
+
+        if (r == -EAGAIN)
+            break;
+        if (r == 0) {
+            x.completion = (struct shm_completion){.user_data = x.request.user_data,
+                                                   .slot = SHM_NO_SLOT};
+            if (x.request.op == SHM_OBSERVE) {
+                struct attach *a = attach_of(s, x.request.pool);
+
+                if (a)
+                    run_observe(a, &x.request);
+            } else {
+                run(s, &x.request, &x.completion);
+            }
+            r = guard_call(give, &x, s->map.addr, s->map.bytes);
+        }
+        if (r < 0) {
+            s->core->stats.ring_errors++;
+            session_break(s, r == -EFAULT ? "its session segment was truncated"
+                                          : "its request ring made no sense");
+            return r;
+        }
+    }
+    s->core->stats.requests += n;
+    return (int)n;
+}
+
+static int wants_waking(void *arg)
+{
+    struct session *s = arg;
+
+    if (!shm_must_wake(&s->shm->waiting)) /* pairs with the fence of the process that goes to poll() */
+        return 0;
+    shm_awake(&s->shm->waiting);
+    return 1;
+}
+
+bool session_must_wake(struct session *s)
+{
+    return s->shm && !s->broken && guard_call(wants_waking, s, s->map.addr, s->map.bytes) == 1;
+}
+
+static int waiting(void *arg)
+{
+    struct session *s = arg;
+
+    return shm_ring_waiting(&s->requests) != 0 && shm_ring_room(&s->completions) > 0;
+}
+
+bool sessions_have_work(const struct core *c)
+{
+    const struct list *i;
+
+    for (i = c->sessions.next; i != &c->sessions; i = i->next) {
+        struct session *s = list_entry(i, struct session, in_core);
+
+        if (s->shm && !s->broken && s->state == SESSION_ATTACHED &&
+            guard_call(waiting, s, s->map.addr, s->map.bytes) != 0)
+            return true; /* also when it faults: serving it will find out */
+    }
+    return false;
+}
