@@ -7,22 +7,17 @@ uint64_t index_lines_for(uint64_t slots)
 {
     uint64_t lines = 16;
 
-    while (lines < slots * 2)
+    while (lines < slots * 3)
         lines *= 2;
     return lines;
 }
 
-static uint64_t home_of(const struct shm_index *ix, const struct shm_probe *p)
-{
-    return shm_hash(ix->seed, p) & (ix->header.count - 1);
-}
-
 struct shm_entry *index_find(struct shm_index *ix, const struct shm_key *key, uint32_t epoch)
 {
-    struct shm_probe p = shm_probe_of(key, epoch);
+    struct shm_table t = shm_table_of(ix);
     uint64_t word;
 
-    return (struct shm_entry *)shm_find(ix->lines, ix->header.count - 1, home_of(ix, &p), &p, &word);
+    return (struct shm_entry *)shm_probe(&t, &t.lines[shm_home(&t, key)], key, epoch, &word);
 }
 
 static uint64_t word_of(const struct shm_entry *e)
@@ -41,23 +36,34 @@ static void count_overflow(struct shm_index *ix, uint64_t home, uint64_t line, u
     }
 }
 
-static void store_key(struct shm_entry *e, const struct shm_probe *p)
+static void store_key(struct shm_entry *e, const struct shm_key *key, uint32_t epoch)
 {
-    for (int i = 0; i < 4; i++)
-        atomic_store_explicit(&e->key[i], p->k[i], memory_order_relaxed);
-    atomic_store_explicit(&e->group, p->group, memory_order_relaxed);
-    atomic_store_explicit(&e->epoch, p->epoch, memory_order_relaxed);
+    for (unsigned int i = 0; i < 4; i++)
+        atomic_store_explicit(&e->key[i], shm_key_word(key, i), memory_order_relaxed);
+    atomic_store_explicit(&e->scope, shm_scope(key->group, epoch), memory_order_relaxed);
+}
+
+static struct shm_key load_key(const struct shm_entry *e)
+{
+    struct shm_key key = {.group = (uint32_t)shm_load64(&e->scope)};
+
+    for (unsigned int i = 0; i < 4; i++) {
+        uint64_t w = shm_load64(&e->key[i]);
+
+        memcpy(key.hash + 8 * i, &w, sizeof(w));
+    }
+    return key;
 }
 
 int index_insert(struct shm_index *ix, const struct shm_key *key, uint32_t epoch, uint32_t slot,
                  uint32_t *ret_line)
 {
-    struct shm_probe p = shm_probe_of(key, epoch);
-    uint64_t mask = ix->header.count - 1, home = home_of(ix, &p), line = home;
+    struct shm_table t = shm_table_of(ix);
+    uint64_t home = shm_home(&t, key), line = home;
     struct shm_entry *e;
 
     while (shm_word_state(word_of(&ix->lines[line])) != SHM_EMPTY) {
-        line = (line + 1) & mask;
+        line = (line + 1) & t.mask;
         if (line == home)
             return -ENOSPC;
     }
@@ -65,7 +71,7 @@ int index_insert(struct shm_index *ix, const struct shm_key *key, uint32_t epoch
     /* A reader that saw the line's former key LIVE and is still comparing must not take half of this
      * key for its own: it re-reads the word (R4), which has been EMPTY since before these stores. */
     atomic_thread_fence(memory_order_release);
-    store_key(e, &p);
+    store_key(e, key, epoch);
     /* The path first: a reader that can see the key must be able to reach it. */
     count_overflow(ix, home, line, 1);
     atomic_store_explicit(&e->word,
@@ -102,12 +108,11 @@ void index_restore(struct shm_index *ix, uint32_t line)
 
 void index_remove(struct shm_index *ix, uint32_t line)
 {
+    struct shm_table t = shm_table_of(ix);
     struct shm_entry *e = &ix->lines[line];
-    struct shm_probe p = {.group = shm_load32(&e->group), .epoch = shm_load32(&e->epoch)};
+    struct shm_key key = load_key(e);
 
-    for (int i = 0; i < 4; i++)
-        p.k[i] = shm_load64(&e->key[i]);
     atomic_store_explicit(&e->word, shm_word(shm_word_generation(word_of(e)) + 1, SHM_EMPTY, 0),
                           memory_order_release); /* A4; pairs with R4 */
-    count_overflow(ix, home_of(ix, &p), line, UINT32_MAX);
+    count_overflow(ix, shm_home(&t, &key), line, UINT32_MAX);
 }

@@ -79,23 +79,24 @@ static int same_bytes(const char *what, const uint8_t *theirs, size_t theirs_len
     return -EPROTOTYPE;
 }
 
-static int check_vector(struct space *s, const struct space_claim *c, char *ret_why, size_t n)
+/* Bytes that the client may leave out. What the configuration leaves out, too, the first writer decides
+ * for the others: `ours` has room for 32. */
+static int check_bytes(const char *what, const uint8_t *theirs, size_t theirs_len, uint8_t *ours,
+                       uint32_t *ours_len, bool decides, char *ret_why, size_t n)
 {
-    if (!c->vector_key_len)
-        return 0;
-    if (c->vector_key_len > sizeof(s->vector_key)) {
-        snprintf(ret_why, n, "a test vector has at most 32 bytes");
+    if (theirs_len > 32) {
+        snprintf(ret_why, n, "a %s has at most 32 bytes, not %zu", what, theirs_len);
         return -EINVAL;
     }
-    if (!s->vector_key_len) { /* nothing to compare with yet: the first writer decides for the others */
-        if (!c->decides)
-            return 0;
-        memcpy(s->vector_key, c->vector_key, c->vector_key_len);
-        s->vector_key_len = (uint32_t)c->vector_key_len;
+    if (!theirs_len)
         return 0;
+    if (*ours_len)
+        return same_bytes(what, theirs, theirs_len, ours, *ours_len, ret_why, n);
+    if (decides) {
+        memcpy(ours, theirs, theirs_len);
+        *ours_len = (uint32_t)theirs_len;
     }
-    return same_bytes("test vector", c->vector_key, c->vector_key_len, s->vector_key,
-                      s->vector_key_len, ret_why, n);
+    return 0;
 }
 
 int space_check_claim(struct space *s, const struct space_claim *c, char *ret_why, size_t n)
@@ -114,11 +115,11 @@ int space_check_claim(struct space *s, const struct space_claim *c, char *ret_wh
                  s->scheme);
         return -EPROTOTYPE;
     }
-    r = s->first_parent_len || c->first_parent_len
-            ? same_bytes("first parent", c->first_parent, c->first_parent_len, s->first_parent,
-                         s->first_parent_len, ret_why, n)
-            : 0;
-    return r < 0 ? r : check_vector(s, c, ret_why, n);
+    r = check_bytes("first parent", c->first_parent, c->first_parent_len, s->first_parent,
+                    &s->first_parent_len, c->decides, ret_why, n);
+    return r < 0 ? r
+                 : check_bytes("test vector", c->vector_key, c->vector_key_len, s->vector_key,
+                               &s->vector_key_len, c->decides, ret_why, n);
 }
 
 /* Reserved under the old weights: the writer may still be writing, so its slots are quarantined. */

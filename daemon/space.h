@@ -34,14 +34,14 @@ struct space *core_space(struct core *c, const char *name);
 int space_first_parent(struct space *s, const char *seed);
 
 /* What a client says of its keys and its model, and whether it fits. 0, or -EPROTOTYPE with a sentence in
- * ret_why. A space that was configured without a test vector takes the first
- * one that a writer offers. */
+ * ret_why. A space that was configured without a first parent or a test vector takes
+ * those of the first writer that has them. */
 struct space_claim {
     const char *scheme;   /* NULL: opaque keys, nothing to compare */
     const char *identity; /* NULL: not said */
     const uint8_t *first_parent, *vector_key;
     size_t first_parent_len, vector_key_len;
-    bool decides; /* may be the first to give the test vector: a writer */
+    bool decides; /* may be the first to give them: a writer */
 };
 
 int space_check_claim(struct space *s, const struct space_claim *claim, char *ret_why, size_t n);

@@ -1,45 +1,31 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reading an index: hashing, probing. Shared by the daemon and the library; changes nothing. */
+/* Reading an index: hashing, comparing, probing. Shared by the daemon and the library; changes nothing.
+ *
+ * All of this is inline and branch-poor because the product is measured by it: a resident key must cost
+ * little more than the cache miss of its line. */
 #ifndef KVD_SHM_INDEX_H
 #define KVD_SHM_INDEX_H
 
+#include <stdbool.h>
 #include <string.h>
 
 #include "layout.h"
 
+#if defined(__SANITIZE_THREAD__)
+#define SHM_TSAN 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define SHM_TSAN 1
+#endif
+#endif
+
+#if defined(__SSE2__) && !defined(SHM_TSAN)
+#include <emmintrin.h>
+#endif
+
 /* How far ahead a loop over keys prefetches index lines: enough to cover a cache miss, few enough for the
- * line fill buffers. */
+ * line fill buffers. A power of two. */
 #define SHM_AHEAD 16u
-
-/* A key in registers. */
-struct shm_probe {
-    uint64_t k[4];
-    uint32_t group;
-    uint32_t epoch;
-};
-
-static inline struct shm_probe shm_probe_of(const struct shm_key *key, uint32_t epoch)
-{
-    struct shm_probe p = {.group = key->group, .epoch = epoch};
-
-    memcpy(p.k, key->hash, sizeof(p.k));
-    return p;
-}
-
-static inline uint64_t shm_fold(uint64_t a, uint64_t b)
-{
-    unsigned __int128 m = (unsigned __int128)a * b;
-
-    return (uint64_t)m ^ (uint64_t)(m >> 64);
-}
-
-/* Table hash. All 36 bytes count (opaque keys may differ in the last one only), and the seed is random
- * per index, so nobody outside can aim many keys at one line. */
-static inline uint64_t shm_hash(const uint64_t seed[4], const struct shm_probe *p)
-{
-    return shm_fold(p->k[0] ^ seed[0], p->k[1] ^ seed[1]) ^
-           shm_fold(p->k[2] ^ seed[2], p->k[3] ^ seed[3] ^ p->group * 0x9e3779b97f4a7c15ull);
-}
 
 static inline uint64_t shm_load64(const _Atomic uint64_t *p)
 {
@@ -51,38 +37,84 @@ static inline uint32_t shm_load32(const _Atomic uint32_t *p)
     return atomic_load_explicit(p, memory_order_relaxed);
 }
 
-/* Does the entry hold this key, in this epoch? One branch for the caller, none in here. */
-static inline int shm_entry_is(const struct shm_entry *e, const struct shm_probe *p)
+static inline uint64_t shm_key_word(const struct shm_key *key, unsigned int i)
 {
-    uint64_t x = (shm_load64(&e->key[0]) ^ p->k[0]) | (shm_load64(&e->key[1]) ^ p->k[1]) |
-                 (shm_load64(&e->key[2]) ^ p->k[2]) | (shm_load64(&e->key[3]) ^ p->k[3]);
-    uint32_t y = (shm_load32(&e->group) ^ p->group) | (shm_load32(&e->epoch) ^ p->epoch);
+    uint64_t w;
 
-    return (x | y) == 0;
+    memcpy(&w, key->hash + 8 * i, sizeof(w));
+    return w;
 }
 
-/* The line that holds the key, from `home` (its hash & mask) on; NULL: not there. The word seen is in
- * *ret_word; it was loaded (acquire, R1) before the key was compared and is not EMPTY. The probe ends by
- * the overflow counters; the bound only guards against a damaged table. */
-static inline const struct shm_entry *shm_find(const struct shm_entry *lines, uint64_t mask,
-                                               uint64_t home, const struct shm_probe *p,
-                                               uint64_t *ret_word)
+/* What a probe needs of an index, in registers. */
+struct shm_table {
+    const struct shm_entry *lines;
+    uint64_t mask;
+    uint64_t seed0, seed1;
+    unsigned int shift;
+};
+
+static inline struct shm_table shm_table_of(const struct shm_index *index)
 {
-    uint64_t i = home;
+    uint64_t mask = index->header.count - 1;
 
-    do {
-        const struct shm_entry *e = &lines[i];
-        uint64_t word = atomic_load_explicit(&e->word, memory_order_acquire); /* R1 */
+    return (struct shm_table){.lines = index->lines,
+                              .mask = mask,
+                              .seed0 = index->seed[0],
+                              .seed1 = index->seed[1],
+                              .shift = (unsigned int)__builtin_clzll(mask)};
+}
 
-        if (shm_entry_is(e, p) && shm_word_state(word) != SHM_EMPTY) {
-            *ret_word = word;
-            return e;
-        }
-        if (!shm_load32(&e->overflow))
-            return NULL;
-        i = (i + 1) & mask;
-    } while (i != home);
-    return NULL;
+/* The line where a key's probe begins: the top bits of a product, each of which depends on all bits of
+ * both factors. All 36 bytes count, since opaque keys may differ in the last one only; keys of real
+ * schemes are hashes already. The seed is random per index, so nobody outside can aim many keys at one
+ * line. */
+static inline uint64_t shm_home(const struct shm_table *t, const struct shm_key *key)
+{
+    uint64_t a = (shm_key_word(key, 0) ^ t->seed0) + shm_key_word(key, 2);
+    uint64_t b = (shm_key_word(key, 1) ^ t->seed1) + shm_key_word(key, 3) + key->group;
+
+    return (a * b) >> t->shift;
+}
+
+/* Does the line hold this key in this epoch? The bytes may change meanwhile: whoever acts on the answer
+ * re-reads the word. */
+static inline bool shm_entry_is(const struct shm_entry *e, const struct shm_key *key,
+                                uint32_t epoch)
+{
+#if defined(__SSE2__) && !defined(SHM_TSAN)
+    const __m128i *theirs = (const __m128i *)(const void *)e;
+    const __m128i *ours = (const __m128i *)(const void *)key->hash;
+    __m128i low = _mm_cmpeq_epi8(_mm_loadu_si128(ours), _mm_load_si128(theirs));
+    __m128i high = _mm_cmpeq_epi8(_mm_loadu_si128(ours + 1), _mm_load_si128(theirs + 1));
+
+    return _mm_movemask_epi8(_mm_and_si128(low, high)) == 0xffff &&
+           shm_load64(&e->scope) == shm_scope(key->group, epoch);
+#else
+    uint64_t x = shm_load64(&e->scope) ^ shm_scope(key->group, epoch);
+
+    for (unsigned int i = 0; i < 4; i++)
+        x |= shm_load64(&e->key[i]) ^ shm_key_word(key, i);
+    return x == 0;
+#endif
+}
+
+/* The rest of a probe whose first line, `e`, is not it. Out of line: it is the rarer case. */
+const struct shm_entry *shm_probe_on(const struct shm_table *t, const struct shm_entry *e,
+                                     const struct shm_key *key, uint32_t epoch,
+                                     uint64_t *ret_word);
+
+/* The line that holds the key, from `e` (its home) on; NULL: not there. *ret_word is the word, loaded
+ * (acquire, R1) before the key was compared; it is not EMPTY. */
+static inline const struct shm_entry *shm_probe(const struct shm_table *t,
+                                                const struct shm_entry *e,
+                                                const struct shm_key *key, uint32_t epoch,
+                                                uint64_t *ret_word)
+{
+    *ret_word = atomic_load_explicit(&e->word, memory_order_acquire); /* R1 */
+    if (__builtin_expect(shm_entry_is(e, key, epoch), 1) &&
+        __builtin_expect(shm_word_state(*ret_word) != SHM_EMPTY, 1))
+        return e;
+    return shm_probe_on(t, e, key, epoch, ret_word);
 }
 
 #endif

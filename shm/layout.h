@@ -161,24 +161,27 @@ static inline uint32_t shm_word_generation(uint64_t word)
 
 struct shm_entry {
     _Atomic uint64_t key[4];
-    _Atomic uint32_t group;
-    _Atomic uint32_t overflow; /* belongs to the line, not to the key in it */
+    _Atomic uint64_t scope; /* group and epoch: the rest of what must be equal */
     _Atomic uint64_t word;
-    _Atomic uint64_t nvme; /* where the spilled copy is; 0: none */
-    _Atomic uint32_t epoch;
+    _Atomic uint64_t nvme;      /* where the spilled copy is; 0: none */
+    _Atomic uint32_t overflow;  /* belongs to the line, not to the key in it */
     _Atomic uint32_t last_byte; /* committed length of one part, minus 1: 4 GiB fits */
 };
 _Static_assert(sizeof(struct shm_entry) == SHM_LINE, "one cache miss per key");
-SHM_ASSERT_AT(struct shm_entry, group, 32);
-SHM_ASSERT_AT(struct shm_entry, overflow, 36);
+SHM_ASSERT_AT(struct shm_entry, scope, 32);
 SHM_ASSERT_AT(struct shm_entry, word, 40);
 SHM_ASSERT_AT(struct shm_entry, nvme, 48);
-SHM_ASSERT_AT(struct shm_entry, epoch, 56);
+SHM_ASSERT_AT(struct shm_entry, overflow, 56);
 SHM_ASSERT_AT(struct shm_entry, last_byte, 60);
+
+static inline uint64_t shm_scope(uint32_t group, uint32_t epoch)
+{
+    return (uint64_t)epoch << 32 | group;
+}
 
 struct shm_index {
     struct shm_header header; /* count: lines, a power of two */
-    uint64_t seed[4];
+    uint64_t seed[2];
     uint64_t slots;
     uint64_t part_bytes;
     uint64_t chunk_slots;

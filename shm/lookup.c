@@ -7,44 +7,72 @@
  * evict it or has evicted it; either way a few rounds settle it, and a miss is always a right answer. */
 #define PIN_TRIES 4u
 
-/* A sliding window over the keys: probes are made SHM_AHEAD keys early to prefetch the lines they start
- * at, and kept until their turn. */
+/* The probe ends by the overflow counters; the bound only guards against a damaged table. */
+const struct shm_entry *shm_probe_on(const struct shm_table *t, const struct shm_entry *e,
+                                     const struct shm_key *key, uint32_t epoch,
+                                     uint64_t *ret_word)
+{
+    for (uint64_t left = t->mask; left && shm_load32(&e->overflow); left--) {
+        e = &t->lines[((uint64_t)(e - t->lines) + 1) & t->mask];
+        *ret_word = atomic_load_explicit(&e->word, memory_order_acquire); /* R1 */
+        if (shm_entry_is(e, key, epoch) && shm_word_state(*ret_word) != SHM_EMPTY)
+            return e;
+    }
+    return NULL;
+}
+
+/* A sliding window over the keys: where the probes of the next ones begin. */
 struct window {
-    struct shm_probe probe[SHM_AHEAD];
-    uint64_t home[SHM_AHEAD];
+    const struct shm_entry *home[SHM_AHEAD];
 };
 
-static inline void window_fill(struct window *w, const struct shm_index *index, uint64_t mask,
-                               const struct shm_key *key, size_t i, uint32_t epoch)
+static inline void window_put(struct window *w, const struct shm_table *t,
+                              const struct shm_key *key, size_t i)
 {
-    struct shm_probe p = shm_probe_of(key, epoch);
-    uint64_t home = shm_hash(index->seed, &p) & mask;
+    const struct shm_entry *e = &t->lines[shm_home(t, key)];
 
-    __builtin_prefetch(&index->lines[home], 0, 3);
-    w->probe[i % SHM_AHEAD] = p;
-    w->home[i % SHM_AHEAD] = home;
+    __builtin_prefetch(e, 0, 3);
+    w->home[i % SHM_AHEAD] = e;
 }
 
-static inline enum shm_found state_of(const struct shm_entry *e, uint64_t word)
+static inline void window_open(struct window *w, const struct shm_table *t,
+                               const struct shm_key *keys, size_t n)
 {
+    for (size_t i = 0; i < n && i < SHM_AHEAD; i++)
+        window_put(w, t, &keys[i], i);
+}
+
+/* The home of key i, and the prefetch of the one that takes its place. */
+static inline const struct shm_entry *window_next(struct window *w, const struct shm_table *t,
+                                                  const struct shm_key *keys, size_t n, size_t i)
+{
+    const struct shm_entry *e = w->home[i % SHM_AHEAD];
+
+    if (__builtin_expect(i + SHM_AHEAD < n, 1))
+        window_put(w, t, &keys[i + SHM_AHEAD], i);
+    return e;
+}
+
+static inline enum shm_found state_of(uint64_t word)
+{
+    if (__builtin_expect(shm_word_state(word) == SHM_LIVE, 1))
+        return SHM_FOUND_RAM;
+    /* LEAVING is still there; a pin will find out. */
+    return shm_word_state(word) == SHM_LEAVING ? SHM_FOUND_RAM : SHM_FOUND_PENDING;
+}
+
+/* What is known of one key without pinning it. The key was compared between two equal loads of the word,
+ * so it was the line's key at that time. */
+static inline enum shm_found find_one(const struct shm_table *t, const struct shm_entry *home,
+                                      const struct shm_key *key, uint32_t epoch)
+{
+    uint64_t word;
+    const struct shm_entry *e = shm_probe(t, home, key, epoch, &word);
+
     if (!e)
         return SHM_FOUND_MISS;
-    switch (shm_word_state(word)) {
-    case SHM_LIVE:
-    case SHM_LEAVING: /* still there; a pin will find out */
-        return SHM_FOUND_RAM;
-    case SHM_PENDING:
-        return SHM_FOUND_PENDING;
-    default:
-        return SHM_FOUND_MISS;
-    }
-}
-
-/* Is what was found under `word` still so? The key was compared between the two loads. */
-static inline bool word_same(const struct shm_entry *e, uint64_t word)
-{
     atomic_thread_fence(memory_order_acquire);
-    return shm_load64(&e->word) == word;
+    return shm_load64(&e->word) == word ? state_of(word) : SHM_FOUND_MISS;
 }
 
 static bool usable(const struct shm_index *index, uint32_t epoch)
@@ -56,32 +84,28 @@ static bool usable(const struct shm_index *index, uint32_t epoch)
 size_t shm_lookup(const struct shm_index *index, const struct shm_key *keys, size_t n,
                   uint32_t epoch, uint8_t *ret_states)
 {
-    uint64_t mask = index->header.count - 1;
-    struct window w;
+    struct shm_table t = shm_table_of(index);
     size_t leading = 0, i;
+    struct window w;
 
     if (!usable(index, epoch)) {
         if (ret_states)
             memset(ret_states, SHM_FOUND_MISS, n);
         return 0;
     }
-    for (i = 0; i < n && i < SHM_AHEAD; i++)
-        window_fill(&w, index, mask, &keys[i], i, epoch);
-    for (i = 0; i < n; i++) {
-        uint64_t word = 0;
-        struct shm_probe p = w.probe[i % SHM_AHEAD];
-        const struct shm_entry *e = shm_find(index->lines, mask, w.home[i % SHM_AHEAD], &p, &word);
-        enum shm_found s = e && !word_same(e, word) ? SHM_FOUND_MISS : state_of(e, word);
+    window_open(&w, &t, keys, n);
+    for (i = 0; i < n; i++) { /* the leading hits */
+        enum shm_found s = find_one(&t, window_next(&w, &t, keys, n, i), &keys[i], epoch);
 
-        if (i + SHM_AHEAD < n)
-            window_fill(&w, index, mask, &keys[i + SHM_AHEAD], i, epoch);
-        if (leading == i && s == SHM_FOUND_RAM)
-            leading++;
-        else if (!ret_states)
-            break;
         if (ret_states)
             ret_states[i] = (uint8_t)s;
+        if (__builtin_expect(s != SHM_FOUND_RAM, 0))
+            break;
     }
+    leading = i++;
+    for (; ret_states && i < n; i++)
+        ret_states[i] =
+            (uint8_t)find_one(&t, window_next(&w, &t, keys, n, i), &keys[i], epoch);
     return leading;
 }
 
@@ -110,34 +134,37 @@ static inline void stamp(struct shm_pin *pin, uint32_t tick)
 }
 
 /* R1..R4 for one key. */
-static bool pin_one(const struct shm_index *index, struct shm_pins *pins, uint64_t mask,
-                    const struct shm_probe *p, uint64_t home, struct shm_pinned *ret)
+static inline bool pin_one(const struct shm_table *t, struct shm_pins *pins,
+                           const struct shm_entry *home, const struct shm_key *key,
+                           uint32_t epoch, uint32_t tick, struct shm_pinned *ret)
 {
     for (unsigned int tries = 0; tries < PIN_TRIES; tries++) {
         uint64_t word;
-        const struct shm_entry *e = shm_find(index->lines, mask, home, p, &word); /* R1 */
-        uint32_t slot = shm_word_slot(word);
+        const struct shm_entry *e = shm_probe(t, home, key, epoch, &word); /* R1 */
+        struct shm_pin *pin;
 
         if (!e || shm_word_state(word) == SHM_PENDING)
             return false;
-        if (shm_word_state(word) != SHM_LIVE)
+        if (__builtin_expect(shm_word_state(word) != SHM_LIVE, 0))
             continue; /* LEAVING: the core is looking at the counters right now */
-        count_up(&pins->pins[slot]); /* R2, R3 */
-        if (atomic_load_explicit(&e->word, memory_order_acquire) == word && shm_entry_is(e, p)) {
-            ret->slot = slot;                              /* R4 held: the slot is ours */
+        pin = &pins->pins[shm_word_slot(word)];
+        count_up(pin); /* R2, R3 */
+        if (__builtin_expect(atomic_load_explicit(&e->word, memory_order_acquire) == word, 1) &&
+            __builtin_expect(shm_entry_is(e, key, epoch), 1)) { /* R4: the slot is ours */
+            ret->slot = shm_word_slot(word);
             ret->bytes = (uint64_t)shm_load32(&e->last_byte) + 1;
-            stamp(&pins->pins[slot], shm_load32(&index->tick));
+            stamp(pin, tick);
             return true;
         }
-        count_down(&pins->pins[slot]);
+        count_down(pin);
     }
     return false;
 }
 
-/* The line should have arrived by now: fetch the counter it will need, for writing. */
-static inline void prefetch_pin(const struct shm_index *index, struct shm_pins *pins, uint64_t home)
+/* The line has arrived by now: fetch the counter it will need, for writing. */
+static inline void prefetch_pin(struct shm_pins *pins, const struct window *w, size_t i)
 {
-    uint64_t word = shm_load64(&index->lines[home].word);
+    uint64_t word = shm_load64(&w->home[i % SHM_AHEAD]->word);
 
     __builtin_prefetch(&pins->pins[shm_word_slot(word)], 1, 3);
 }
@@ -146,9 +173,10 @@ size_t shm_pin_keys(const struct shm_index *index, struct shm_pins *pins,
                     const struct shm_key *keys, size_t n, uint32_t epoch, bool all, uint32_t view,
                     struct shm_pinned *ret, size_t *ret_pinned)
 {
-    uint64_t mask = index->header.count - 1;
-    struct window w;
+    struct shm_table t = shm_table_of(index);
+    uint32_t tick = shm_load32(&index->tick);
     size_t pinned = 0, i;
+    struct window w;
 
     if (!usable(index, epoch)) {
         for (i = 0; all && i < n; i++)
@@ -156,22 +184,20 @@ size_t shm_pin_keys(const struct shm_index *index, struct shm_pins *pins,
         *ret_pinned = 0;
         return all ? n : 0;
     }
-    for (i = 0; i < n && i < SHM_AHEAD; i++)
-        window_fill(&w, index, mask, &keys[i], i, epoch);
+    window_open(&w, &t, keys, n);
     for (i = 0; i < n; i++) {
-        struct shm_probe p = w.probe[i % SHM_AHEAD];
-        uint64_t home = w.home[i % SHM_AHEAD];
-        struct shm_pinned r = {.slot = SHM_NO_SLOT, .view = view};
+        const struct shm_entry *home = window_next(&w, &t, keys, n, i);
 
-        if (i + SHM_AHEAD < n)
-            window_fill(&w, index, mask, &keys[i + SHM_AHEAD], i, epoch);
-        if (i + SHM_AHEAD / 2 < n)
-            prefetch_pin(index, pins, w.home[(i + SHM_AHEAD / 2) % SHM_AHEAD]);
-        if (pin_one(index, pins, mask, &p, home, &r))
+        if (__builtin_expect(i + SHM_AHEAD / 2 < n, 1))
+            prefetch_pin(pins, &w, i + SHM_AHEAD / 2);
+        ret[i].slot = SHM_NO_SLOT;
+        ret[i].view = view;
+        if (__builtin_expect(pin_one(&t, pins, home, &keys[i], epoch, tick, &ret[i]), 1))
             pinned++;
         else if (!all)
             break;
-        ret[i] = r;
+        else
+            ret[i].bytes = 0;
     }
     *ret_pinned = pinned;
     return i;

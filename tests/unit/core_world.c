@@ -1,0 +1,228 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include "core_world.h"
+
+#include <criterion/criterion.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "daemon/config.h"
+#include "daemon/guard.h"
+
+static uint64_t world_now(void *arg)
+{
+    return ((struct world *)arg)->now_ns;
+}
+
+void world_open(struct world *w, const char *text)
+{
+    struct config *config;
+    struct core_options o;
+    char head[512], why[768];
+    FILE *f;
+
+    *w = (struct world){.now_ns = 1000000000};
+    snprintf(w->dir, sizeof(w->dir), "/dev/shm/kvd-test-XXXXXX");
+    cr_assert(mkdtemp(w->dir));
+    snprintf(head, sizeof(head),
+             "[daemon]\nruntime_dir = %s\nhugepages = off\nquarantine = 30s\nengine_linger = 30s\n%s",
+             w->dir, text);
+    f = fmemopen(head, strlen(head), "r");
+    cr_assert(f);
+    cr_assert_eq(config_load_stream(f, "test", &config, config_problem_print, stderr), 0);
+    fclose(f);
+    cr_assert_eq(guard_install(), 0);
+    o = (struct core_options){.config = config, .clock = {.now_ns = world_now, .arg = w}};
+    cr_assert_eq(core_new(&o, why, sizeof(why), &w->core), 0, "%s", why);
+    config_free(config);
+    w->space = &w->core->spaces[0];
+    w->pool = w->core->pools[0];
+}
+
+void world_close(struct world *w)
+{
+    world_check(w);
+    core_free(w->core);
+    cr_assert_eq(rmdir(w->dir), 0, "%s is not empty: segments were left behind", w->dir);
+}
+
+void world_sleep(struct world *w, uint64_t ms)
+{
+    w->now_ns += ms * 1000000;
+    while (core_work(w->core))
+        ;
+}
+
+struct session *world_session(struct world *w, const char *token, uint32_t ring_entries)
+{
+    struct session_spec spec = {.pid = getpid(),
+                                .role = ROLE_WRITER,
+                                .client = "test",
+                                .token = (const uint8_t *)token,
+                                .token_len = (uint32_t)strlen(token),
+                                .ring_entries = ring_entries};
+    struct session *s;
+
+    cr_assert_eq(session_new(w->core, &spec, &s), 0);
+    return s;
+}
+
+struct attach *world_attach(struct session *s, struct pool *p)
+{
+    struct attach *a;
+
+    cr_assert_eq(session_attach(s, p, true, &a), 0);
+    return a;
+}
+
+struct shm_key world_key(uint64_t i)
+{
+    struct shm_key k = {.group = 0};
+    uint64_t x = i;
+
+    for (unsigned int n = 0; n < sizeof(k.hash); n += 8) {
+        x = (x + 0x9e3779b97f4a7c15ull) * 0xbf58476d1ce4e5b9ull;
+        x ^= x >> 29;
+        memcpy(k.hash + n, &x, 8);
+    }
+    return k;
+}
+
+int world_reserve(struct attach *a, const struct shm_key *key, const struct shm_key *parent,
+                  struct reservation *ret)
+{
+    pool_reserve(a->pool, a, key, parent, a->pool->space->epoch, 0, ret);
+    return ret->status;
+}
+
+int world_commit(struct attach *a, uint64_t ticket, uint32_t part)
+{
+    struct commit c = {.ticket = ticket, .part = part, .bytes = a->pool->part_bytes};
+
+    return pool_commit(a->pool, a, &c);
+}
+
+int world_put(struct attach *a, const struct shm_key *key, const struct shm_key *parent)
+{
+    struct reservation r;
+
+    if (world_reserve(a, key, parent, &r) != RESERVE_NEW)
+        return r.status;
+    for (uint32_t part = 0; part < a->pool->parts; part++)
+        cr_assert_eq(world_commit(a, r.ticket, part), 0);
+    return RESERVE_NEW;
+}
+
+bool world_has(struct pool *p, const struct shm_key *key)
+{
+    return shm_lookup(p->index, key, 1, p->space->epoch, NULL) == 1;
+}
+
+bool world_pin(struct attach *a, const struct shm_key *key, struct shm_pinned *ret)
+{
+    size_t held;
+
+    shm_pin_keys(a->pool->index, a->map.addr, key, 1, a->pool->space->epoch, false, 0, ret, &held);
+    return held == 1;
+}
+
+void world_unpin(struct attach *a, const struct shm_pinned *pinned)
+{
+    shm_unpin(a->pool->index, a->map.addr, pinned, 1);
+}
+
+static uint32_t walk(const struct slot_list *l, const struct slot_link *links,
+                     const struct shm_slots *table, uint32_t state)
+{
+    uint32_t n = 0;
+
+    for (uint32_t s = l->first; s != SLOT_NONE; s = links[s].next, n++)
+        cr_assert_eq(table->slots[s].state, state);
+    cr_assert_eq(n, l->n);
+    return n;
+}
+
+static void check_index(struct pool *p)
+{
+    uint64_t used = 0, passed = 0, overflow = 0;
+    struct shm_table t = shm_table_of(p->index);
+
+    for (uint64_t i = 0; i <= t.mask; i++) {
+        struct shm_entry *e = &p->index->lines[i];
+        uint64_t word = shm_load64(&e->word);
+        struct shm_key key = {.group = (uint32_t)shm_load64(&e->scope)};
+
+        overflow += shm_load32(&e->overflow);
+        if (shm_word_state(word) == SHM_EMPTY)
+            continue;
+        used++;
+        cr_assert_neq(shm_word_state(word), SHM_LEAVING);
+        cr_assert_eq(p->table->slots[shm_word_slot(word)].line, i);
+        for (int k = 0; k < 4; k++) {
+            uint64_t x = shm_load64(&e->key[k]);
+
+            memcpy(key.hash + 8 * k, &x, 8);
+        }
+        passed += (i - shm_home(&t, &key)) & t.mask;
+    }
+    cr_assert_eq(used, p->count[SHM_SLOT_LIVE] + p->count[SHM_SLOT_RESERVED]);
+    cr_assert_eq(overflow, passed, "overflow counters have rotted");
+}
+
+static void check_pool(struct pool *p)
+{
+    uint32_t sum = 0, reserved = 0, counted[SHM_SLOT_QUARANTINED + 1] = {0}, children = 0,
+             links = 0;
+
+    for (uint32_t i = 0; i < p->slots; i++) {
+        const struct slot *s = &p->slot[i];
+
+        counted[p->table->slots[i].state]++;
+        children += s->children;
+        links += s->parent != SLOT_NONE && p->slot[s->parent].use == s->parent_use;
+        if (p->table->slots[i].state == SHM_SLOT_LIVE)
+            cr_assert_eq(s->queued, s->children == 0, "slot %u", i);
+    }
+    cr_assert_eq(children, links);
+    for (int i = 0; i <= SHM_SLOT_QUARANTINED; i++) {
+        cr_assert_eq(counted[i], p->count[i], "state %d: %u in the table, %u counted", i,
+                     counted[i], p->count[i]);
+        sum += p->count[i];
+    }
+    cr_assert_eq(sum, p->slots);
+    cr_assert_eq(walk(&p->free, p->links, p->table, SHM_SLOT_FREE), p->count[SHM_SLOT_FREE]);
+    cr_assert_eq(walk(&p->quarantine, p->links, p->table, SHM_SLOT_QUARANTINED),
+                 p->count[SHM_SLOT_QUARANTINED]);
+    for (struct list *i = p->attaches.next; i != &p->attaches; i = i->next)
+        reserved += walk(&list_entry(i, struct attach, in_pool)->reserved, p->links, p->table,
+                         SHM_SLOT_RESERVED);
+    cr_assert_eq(reserved, p->count[SHM_SLOT_RESERVED]);
+    check_index(p);
+}
+
+static void check_tenants(struct space *s)
+{
+    uint64_t resident = 0, live = 0, reserved = 0, held = 0;
+
+    for (size_t i = 0; i < s->tenants.size; i++)
+        if (s->tenants.table[i].used) {
+            resident += s->tenants.table[i].resident;
+            reserved += s->tenants.table[i].reserved;
+        }
+    for (uint32_t i = 0; i < s->n_pools; i++) {
+        live += s->pools[i]->count[SHM_SLOT_LIVE];
+        held += s->pools[i]->count[SHM_SLOT_RESERVED];
+    }
+    cr_assert_eq(resident, live);
+    cr_assert_eq(reserved, held);
+}
+
+void world_check(struct world *w)
+{
+    for (uint32_t i = 0; i < w->core->n_pools; i++)
+        check_pool(w->core->pools[i]);
+    for (uint32_t i = 0; i < w->core->n_spaces; i++)
+        check_tenants(&w->core->spaces[i]);
+}
