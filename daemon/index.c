@@ -15,9 +15,8 @@ uint64_t index_lines_for(uint64_t slots)
 struct shm_entry *index_find(struct shm_index *ix, const struct shm_key *key, uint32_t epoch)
 {
     struct shm_table t = shm_table_of(ix);
-    uint64_t word;
 
-    return (struct shm_entry *)shm_probe(&t, &t.lines[shm_home(&t, key)], key, epoch, &word);
+    return (struct shm_entry *)shm_probe(&t, &t.lines[shm_home(&t, key)], key, epoch).entry;
 }
 
 static uint64_t word_of(const struct shm_entry *e)

@@ -98,23 +98,27 @@ static inline bool shm_entry_is(const struct shm_entry *e, const struct shm_key 
 #endif
 }
 
-/* The rest of a probe whose first line, `e`, is not it. Out of line: it is the rarer case. */
-const struct shm_entry *shm_probe_on(const struct shm_table *t, const struct shm_entry *e,
-                                     const struct shm_key *key, uint32_t epoch,
-                                     uint64_t *ret_word);
+/* What a probe found: the line that holds the key, NULL if it is not there, and its word, loaded (acquire,
+ * R1) before the key was compared; never EMPTY. Returned by value, so that both stay in registers. */
+struct shm_hit {
+    const struct shm_entry *entry;
+    uint64_t word;
+};
 
-/* The line that holds the key, from `e` (its home) on; NULL: not there. *ret_word is the word, loaded
- * (acquire, R1) before the key was compared; it is not EMPTY. */
-static inline const struct shm_entry *shm_probe(const struct shm_table *t,
-                                                const struct shm_entry *e,
-                                                const struct shm_key *key, uint32_t epoch,
-                                                uint64_t *ret_word)
+/* The rest of a probe whose first line, `e`, is not it. Out of line: it is the rarer case. */
+struct shm_hit shm_probe_on(const struct shm_entry *lines, uint64_t mask,
+                            const struct shm_entry *e, const struct shm_key *key, uint32_t epoch);
+
+/* Looks for a key from `home`, its home line, on. */
+static inline struct shm_hit shm_probe(const struct shm_table *t, const struct shm_entry *home,
+                                       const struct shm_key *key, uint32_t epoch)
 {
-    *ret_word = atomic_load_explicit(&e->word, memory_order_acquire); /* R1 */
-    if (__builtin_expect(shm_entry_is(e, key, epoch), 1) &&
-        __builtin_expect(shm_word_state(*ret_word) != SHM_EMPTY, 1))
-        return e;
-    return shm_probe_on(t, e, key, epoch, ret_word);
+    uint64_t word = atomic_load_explicit(&home->word, memory_order_acquire); /* R1 */
+
+    if (__builtin_expect(shm_entry_is(home, key, epoch), 1) &&
+        __builtin_expect(shm_word_state(word) != SHM_EMPTY, 1))
+        return (struct shm_hit){home, word};
+    return shm_probe_on(t->lines, t->mask, home, key, epoch);
 }
 
 #endif

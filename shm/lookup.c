@@ -8,17 +8,18 @@
 #define PIN_TRIES 4u
 
 /* The probe ends by the overflow counters; the bound only guards against a damaged table. */
-const struct shm_entry *shm_probe_on(const struct shm_table *t, const struct shm_entry *e,
-                                     const struct shm_key *key, uint32_t epoch,
-                                     uint64_t *ret_word)
+struct shm_hit shm_probe_on(const struct shm_entry *lines, uint64_t mask,
+                            const struct shm_entry *e, const struct shm_key *key, uint32_t epoch)
 {
-    for (uint64_t left = t->mask; left && shm_load32(&e->overflow); left--) {
-        e = &t->lines[((uint64_t)(e - t->lines) + 1) & t->mask];
-        *ret_word = atomic_load_explicit(&e->word, memory_order_acquire); /* R1 */
-        if (shm_entry_is(e, key, epoch) && shm_word_state(*ret_word) != SHM_EMPTY)
-            return e;
+    for (uint64_t left = mask; left && shm_load32(&e->overflow); left--) {
+        uint64_t word;
+
+        e = &lines[((uint64_t)(e - lines) + 1) & mask];
+        word = atomic_load_explicit(&e->word, memory_order_acquire); /* R1 */
+        if (shm_entry_is(e, key, epoch) && shm_word_state(word) != SHM_EMPTY)
+            return (struct shm_hit){e, word};
     }
-    return NULL;
+    return (struct shm_hit){NULL, 0};
 }
 
 /* A sliding window over the keys: where the probes of the next ones begin. */
@@ -66,13 +67,12 @@ static inline enum shm_found state_of(uint64_t word)
 static inline enum shm_found find_one(const struct shm_table *t, const struct shm_entry *home,
                                       const struct shm_key *key, uint32_t epoch)
 {
-    uint64_t word;
-    const struct shm_entry *e = shm_probe(t, home, key, epoch, &word);
+    struct shm_hit hit = shm_probe(t, home, key, epoch);
 
-    if (!e)
+    if (__builtin_expect(!hit.entry, 0))
         return SHM_FOUND_MISS;
     atomic_thread_fence(memory_order_acquire);
-    return shm_load64(&e->word) == word ? state_of(word) : SHM_FOUND_MISS;
+    return shm_load64(&hit.entry->word) == hit.word ? state_of(hit.word) : SHM_FOUND_MISS;
 }
 
 static bool usable(const struct shm_index *index, uint32_t epoch)
@@ -81,30 +81,42 @@ static bool usable(const struct shm_index *index, uint32_t epoch)
            atomic_load_explicit(&index->epoch, memory_order_acquire) == epoch;
 }
 
+/* The loop that the product is measured by. */
+static size_t count_leading(const struct shm_table *table, const struct shm_key *keys, size_t n,
+                            uint32_t epoch)
+{
+    const struct shm_table t = *table;
+    struct window w;
+    size_t i;
+
+    window_open(&w, &t, keys, n);
+    for (i = 0; i < n; i++)
+        if (__builtin_expect(find_one(&t, window_next(&w, &t, keys, n, i), &keys[i], epoch) !=
+                                 SHM_FOUND_RAM,
+                             0))
+            break;
+    return i;
+}
+
 size_t shm_lookup(const struct shm_index *index, const struct shm_key *keys, size_t n,
                   uint32_t epoch, uint8_t *ret_states)
 {
     struct shm_table t = shm_table_of(index);
-    size_t leading = 0, i;
+    size_t leading = usable(index, epoch) ? count_leading(&t, keys, n, epoch) : 0;
     struct window w;
 
+    if (!ret_states)
+        return leading;
+    memset(ret_states, SHM_FOUND_RAM, leading);
     if (!usable(index, epoch)) {
-        if (ret_states)
-            memset(ret_states, SHM_FOUND_MISS, n);
-        return 0;
+        memset(ret_states + leading, SHM_FOUND_MISS, n - leading);
+        return leading;
     }
+    keys += leading;
+    n -= leading;
     window_open(&w, &t, keys, n);
-    for (i = 0; i < n; i++) { /* the leading hits */
-        enum shm_found s = find_one(&t, window_next(&w, &t, keys, n, i), &keys[i], epoch);
-
-        if (ret_states)
-            ret_states[i] = (uint8_t)s;
-        if (__builtin_expect(s != SHM_FOUND_RAM, 0))
-            break;
-    }
-    leading = i++;
-    for (; ret_states && i < n; i++)
-        ret_states[i] =
+    for (size_t i = 0; i < n; i++)
+        ret_states[leading + i] =
             (uint8_t)find_one(&t, window_next(&w, &t, keys, n, i), &keys[i], epoch);
     return leading;
 }
@@ -139,8 +151,9 @@ static inline bool pin_one(const struct shm_table *t, struct shm_pins *pins,
                            uint32_t epoch, uint32_t tick, struct shm_pinned *ret)
 {
     for (unsigned int tries = 0; tries < PIN_TRIES; tries++) {
-        uint64_t word;
-        const struct shm_entry *e = shm_probe(t, home, key, epoch, &word); /* R1 */
+        struct shm_hit hit = shm_probe(t, home, key, epoch); /* R1 */
+        const struct shm_entry *e = hit.entry;
+        uint64_t word = hit.word;
         struct shm_pin *pin;
 
         if (!e || shm_word_state(word) == SHM_PENDING)
