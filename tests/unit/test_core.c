@@ -14,19 +14,18 @@
 
 static struct world w;
 
-static void open_small(void)
-{
-    world_open(&w, SMALL);
-}
+/* Each test ends with all invariants checked. Not in .fini: Criterion does not count what fails there. */
+#define CORE_TEST(name)                                                                            \
+    static void name(void);                                                                        \
+    Test(core, name)                                                                               \
+    {                                                                                              \
+        world_open(&w, SMALL);                                                                     \
+        name();                                                                                    \
+        world_close(&w);                                                                           \
+    }                                                                                              \
+    static void name(void)
 
-static void close_world(void)
-{
-    world_close(&w);
-}
-
-TestSuite(core, .init = open_small, .fini = close_world);
-
-Test(core, a_committed_object_is_found_and_a_reserved_one_is_pending)
+CORE_TEST(a_committed_object_is_found_and_a_reserved_one_is_pending)
 {
     struct attach *a = world_attach(world_session(&w, "", 0), w.pool);
     struct shm_key k = world_key(1);
@@ -44,7 +43,7 @@ Test(core, a_committed_object_is_found_and_a_reserved_one_is_pending)
     cr_assert_eq(w.pool->stats.committed, 1u);
 }
 
-Test(core, keys_that_differ_only_in_the_last_byte_or_the_group_are_different)
+CORE_TEST(keys_that_differ_only_in_the_last_byte_or_the_group_are_different)
 {
     struct attach *a = world_attach(world_session(&w, "", 0), w.pool);
     struct shm_key k = {.hash = {1, 2, 3}}, last = k, group = k;
@@ -59,7 +58,7 @@ Test(core, keys_that_differ_only_in_the_last_byte_or_the_group_are_different)
     cr_assert(world_has(w.pool, &k) && world_has(w.pool, &last) && world_has(w.pool, &group));
 }
 
-Test(core, a_full_pool_of_pins_says_enospc_and_one_release_helps_at_once)
+CORE_TEST(a_full_pool_of_pins_says_enospc_and_one_release_helps_at_once)
 {
     struct attach *a = world_attach(world_session(&w, "", 0), w.pool);
     struct shm_pinned pins[64];
@@ -82,7 +81,7 @@ Test(core, a_full_pool_of_pins_says_enospc_and_one_release_helps_at_once)
     }
 }
 
-Test(core, the_least_recently_used_leaves_first)
+CORE_TEST(the_least_recently_used_leaves_first)
 {
     struct attach *a = world_attach(world_session(&w, "", 0), w.pool);
     struct shm_key k[65];
@@ -101,7 +100,7 @@ Test(core, the_least_recently_used_leaves_first)
     cr_assert_not(world_has(w.pool, &k[2]));
 }
 
-Test(core, tails_leave_before_heads)
+CORE_TEST(tails_leave_before_heads)
 {
     struct attach *a = world_attach(world_session(&w, "", 0), w.pool);
     struct shm_key k[64];
@@ -119,7 +118,7 @@ Test(core, tails_leave_before_heads)
     }
 }
 
-Test(core, a_pinned_tail_keeps_its_heads_until_nothing_else_is_left)
+CORE_TEST(a_pinned_tail_keeps_its_heads_until_nothing_else_is_left)
 {
     struct attach *a = world_attach(world_session(&w, "", 0), w.pool);
     struct shm_key k[64], other = world_key(99);
@@ -142,7 +141,7 @@ Test(core, a_pinned_tail_keeps_its_heads_until_nothing_else_is_left)
     cr_assert(world_has(w.pool, &k[31]));
 }
 
-Test(core, stamps_of_the_future_and_garbage_counters_do_no_harm)
+CORE_TEST(stamps_of_the_future_and_garbage_counters_do_no_harm)
 {
     struct session *s = world_session(&w, "", 0);
     struct attach *a = world_attach(s, w.pool), *b = world_attach(world_session(&w, "", 0), w.pool);
@@ -163,7 +162,7 @@ Test(core, stamps_of_the_future_and_garbage_counters_do_no_harm)
         atomic_store(&pins->pins[n].count, 0);
 }
 
-Test(core, a_truncated_pin_segment_breaks_its_session_only)
+CORE_TEST(a_truncated_pin_segment_breaks_its_session_only)
 {
     struct session *s = world_session(&w, "", 0), *good = world_session(&w, "", 0);
     struct attach *a = world_attach(s, w.pool), *b = world_attach(good, w.pool);
@@ -182,7 +181,7 @@ Test(core, a_truncated_pin_segment_breaks_its_session_only)
     cr_assert(world_has(w.pool, &kept));
 }
 
-Test(core, the_slots_of_a_dead_writer_are_quarantined_and_come_back)
+CORE_TEST(the_slots_of_a_dead_writer_are_quarantined_and_come_back)
 {
     struct session *s = world_session(&w, "", 0);
     struct attach *a = world_attach(s, w.pool), *b;
@@ -207,7 +206,7 @@ Test(core, the_slots_of_a_dead_writer_are_quarantined_and_come_back)
     cr_assert_neq(r[0].slot, r[1].slot, "a slot that was quarantined is reused last");
 }
 
-Test(core, a_dead_pinner_lets_go_at_once)
+CORE_TEST(a_dead_pinner_lets_go_at_once)
 {
     struct session *s = world_session(&w, "", 0);
     struct attach *a = world_attach(s, w.pool), *b;
@@ -225,7 +224,7 @@ Test(core, a_dead_pinner_lets_go_at_once)
     cr_assert_eq(pool_remove(b->pool, &p.slot, 1, HISTORY_REMOVED, 0), 1u);
 }
 
-Test(core, an_engine_keeps_what_its_dead_member_held_for_those_who_are_copying)
+CORE_TEST(an_engine_keeps_what_its_dead_member_held_for_those_who_are_copying)
 {
     struct session *scheduler = world_session(&w, "engine", 0);
     struct session *rank = world_session(&w, "engine", 0);
@@ -247,7 +246,7 @@ Test(core, an_engine_keeps_what_its_dead_member_held_for_those_who_are_copying)
     cr_assert(world_has(w.pool, &k));
 }
 
-Test(core, the_last_members_death_ends_the_lingering)
+CORE_TEST(the_last_members_death_ends_the_lingering)
 {
     struct session *one = world_session(&w, "engine", 0), *two = world_session(&w, "engine", 0);
     struct attach *a = world_attach(one, w.pool);
@@ -263,7 +262,7 @@ Test(core, the_last_members_death_ends_the_lingering)
     cr_assert(list_empty(&w.core->engines));
 }
 
-Test(core, another_engine_cannot_use_a_ticket)
+CORE_TEST(another_engine_cannot_use_a_ticket)
 {
     struct attach *a = world_attach(world_session(&w, "one", 0), w.pool);
     struct attach *b = world_attach(world_session(&w, "two", 0), w.pool);
@@ -281,7 +280,7 @@ Test(core, another_engine_cannot_use_a_ticket)
     cr_assert_eq(w.pool->count[SHM_SLOT_FREE], 64u);
 }
 
-Test(core, a_reset_makes_the_old_epoch_unreachable_and_uncommittable)
+CORE_TEST(a_reset_makes_the_old_epoch_unreachable_and_uncommittable)
 {
     struct attach *a = world_attach(world_session(&w, "", 0), w.pool);
     struct shm_key k[3] = {world_key(0), world_key(1), world_key(2)};
@@ -307,7 +306,7 @@ Test(core, a_reset_makes_the_old_epoch_unreachable_and_uncommittable)
     cr_assert_eq(pool_evict(w.pool, 64, HISTORY_EVICTED), 2u);
 }
 
-Test(core, a_million_inserts_and_evictions_leave_no_tombstones)
+CORE_TEST(a_million_inserts_and_evictions_leave_no_tombstones)
 {
     struct attach *a = world_attach(world_session(&w, "", 0), w.pool);
     uint64_t probes = 0;
@@ -330,7 +329,7 @@ Test(core, a_million_inserts_and_evictions_leave_no_tombstones)
     cr_assert_lt(probes, 3000u, "%llu lines for 1000 misses", (unsigned long long)probes);
 }
 
-Test(core, water_marks_keep_slots_free)
+CORE_TEST(water_marks_keep_slots_free)
 {
     struct attach *a;
 
@@ -346,7 +345,7 @@ Test(core, water_marks_keep_slots_free)
     }
 }
 
-Test(core, parts_come_in_any_order_from_any_member_and_count_once)
+CORE_TEST(parts_come_in_any_order_from_any_member_and_count_once)
 {
     struct attach *a, *b;
     struct shm_key k = world_key(1);
@@ -370,7 +369,7 @@ Test(core, parts_come_in_any_order_from_any_member_and_count_once)
     cr_assert(world_has(w.pool, &k));
 }
 
-Test(core, quotas_of_sessions_and_tenants)
+CORE_TEST(quotas_of_sessions_and_tenants)
 {
     struct attach *a;
     struct shm_key k;
@@ -409,7 +408,7 @@ static void post(struct session *s, struct shm_cursor *c, const struct shm_reque
     shm_ring_produce(c, 1);
 }
 
-Test(core, requests_of_a_ring_are_answered_and_wait_for_room)
+CORE_TEST(requests_of_a_ring_are_answered_and_wait_for_room)
 {
     struct session *s = world_session(&w, "", 16);
     struct attach *a = world_attach(s, w.pool);
@@ -443,7 +442,7 @@ Test(core, requests_of_a_ring_are_answered_and_wait_for_room)
     cr_assert_eq(w.pool->stats.committed, 2u);
 }
 
-Test(core, a_ring_that_makes_no_sense_breaks_its_session)
+CORE_TEST(a_ring_that_makes_no_sense_breaks_its_session)
 {
     struct session *s = world_session(&w, "", 16);
 
@@ -453,7 +452,7 @@ Test(core, a_ring_that_makes_no_sense_breaks_its_session)
     cr_assert_eq(session_serve(s, 64), 0);
 }
 
-Test(core, any_bytes_in_a_session_segment_do_no_harm)
+CORE_TEST(any_bytes_in_a_session_segment_do_no_harm)
 {
     struct attach *good = world_attach(world_session(&w, "", 0), w.pool);
     struct shm_key kept = world_key(1);
