@@ -20,24 +20,27 @@
  *     -ECHILD   the handle was made before a fork() and this is the child: connect anew
  *     -EINVAL   an argument is out of range
  *     -ENOTCONN the daemon is away (reads of pinned and resident objects go on without it)
+ *     -ETIMEDOUT  the daemon, or another thread that talks to it, took longer than kvd_options.timeout_ms
+ *     -EPROTO   what the daemon says makes no sense
  *     -ESTALE   the space's epoch has moved on (weights changed), or another daemon has taken over:
  *               call kvd_space_refresh() when your weights are the new ones
  *
  * THREADS. A handle (struct kvd) may be used by several threads at once: kvd_lookup(), kvd_pin() and
  * kvd_pinset_release() never lock (they are shared-memory loads and one atomic per key); calls that talk
  * to the daemon take a mutex inside the handle. A pinset, a hasher and a copier's submitting side belong
- * to one thread at a time. kvd_space_refresh(), kvd_space_close() and kvd_close() must not run beside any
- * other call on the same object. The library starts no thread, installs no signal handler and
- * prints nothing.
+ * to one thread at a time. kvd_space_refresh() and kvd_space_close() must not run beside any other call on
+ * the same space or its pools, kvd_close() not beside any other call on the handle or anything made from
+ * it. The library starts no thread, installs no signal handler and prints nothing.
  *
- * SYSTEM CALLS. kvd_lookup, kvd_pin, kvd_pinset_release, kvd_pinset_data make none. kvd_submit_*,
- * kvd_reserve and kvd_commit make at most one per batch (the wake-up of a sleeping daemon) as long as the
- * answer comes within kvd_options.spin_us; after that they poll.
+ * SYSTEM CALLS. kvd_lookup, kvd_pin, kvd_pinset_release, kvd_pinset_data, kvd_observe and kvd_completions
+ * make none. kvd_submit_*, kvd_reserve and kvd_commit make at most one per batch (the wake-up of a sleeping
+ * daemon; of a batch longer than the ring, per ringful) as long as the answer comes within
+ * kvd_options.spin_us; after that they poll. Making good for lost connections and timeouts costs more.
  *
  * MEMORY. Addresses of a slot are base + slot * stride, per part, and stay fixed until
  * kvd_space_refresh() or kvd_space_close(). Reads go through read-only mappings: a stray write through a
  * pointer from kvd_pinset_data() faults instead of corrupting someone's cache. All mappings are
- * MADV_DONTFORK: a forked child does not have them.
+ * MADV_DONTFORK: a forked child does not have them, and functions that return addresses return NULL there.
  */
 #ifndef KVD_H
 #define KVD_H
@@ -77,14 +80,18 @@ struct kvd_options {
     const char *client;       /* shown by `kvctl sessions`; NULL: the program's name */
     const void *engine_token; /* sessions that give the same bytes are one engine: they may use */
     size_t engine_token_len;  /*   each other's tickets, and a dead member's pins linger; <= 64 bytes */
-    uint32_t timeout_ms;      /* of one control call; default 10,000 */
+    uint32_t timeout_ms;      /* of one round trip to the daemon; default 10,000 */
     uint32_t spin_us;         /* how long kvd_reserve/kvd_commit wait without a system call; default 100 */
-    uint32_t ring_entries;    /* requests in flight per session, power of two; default 1,024 */
+    uint32_t ring_entries;    /* requests in flight per session, power of two, 16 to 16,384; default
+                                 1,024. The daemon may give less */
     uint32_t flags;           /* KVD_NO_SHM */
 };
 
 enum {
-    KVD_NO_SHM = 1 << 0, /* map nothing; only the kvd_remote_* calls and kvd_space_reset() work */
+    /* Map nothing. The kvd_remote_* calls, kvd_abort() and those on handles and spaces work; what needs
+     * memory or rings answers -EOPNOTSUPP: kvd_lookup, kvd_pin, kvd_observe, kvd_reserve, kvd_commit,
+     * kvd_submit_*, kvd_drain. */
+    KVD_NO_SHM = 1 << 0,
 };
 
 /* Fills in the defaults. Call it before setting fields. */
@@ -97,23 +104,29 @@ void kvd_options_init(struct kvd_options *options);
  * thread. */
 int kvd_connect(const struct kvd_options *options, struct kvd **ret_kvd);
 
-/* Releases every pin, aborts every reservation of this session, unmaps, detaches. NULL is fine.
- * Pointers into slots are invalid afterwards. In a forked child it frees memory only. */
+/* Releases every pin, aborts every reservation of this session, unmaps, detaches, frees its spaces. NULL is
+ * fine. Waits for the daemon for at most a second. Pointers into slots are invalid afterwards; pinsets are
+ * empty and must still be freed. In a forked child it frees memory only (kvd_space_close() does nothing
+ * there). */
 void kvd_close(struct kvd *kvd);
 
 /* The last failure on this handle as a sentence with advice; never NULL. NULL handle: of the calling
- * thread's last kvd_connect(). Valid until the next failing call. */
+ * thread's last failed kvd_connect(). Valid until the calling thread's next kvd_last_error(), or
+ * kvd_connect() respectively. */
 const char *kvd_last_error(const struct kvd *kvd);
 
 /* One round trip to the daemon (reconnects if need be): 0, or why not. */
 int kvd_ping(struct kvd *kvd);
 
-/* Readable when the daemon has sent something: poll it, then call kvd_drain(). Owned by the handle; it
- * changes when the library reconnects. */
+/* Readable when the daemon has sent something: poll it, then call kvd_drain(). Owned by the handle. While
+ * the daemon is away it stays at the end of its stream; it changes when the library reconnects, which only
+ * happens inside calls that talk to the daemon. */
 int kvd_event_fd(const struct kvd *kvd);
 
 /* Reads pending wake-ups without blocking, asks to be woken for the next completion, and returns the
- * number of completions waiting in the ring (0: poll kvd_event_fd()). */
+ * number of completions that kvd_completions() would deliver. 0: poll kvd_event_fd(), which will become
+ * readable even if another thread's call reads the wake-up. -ENOTCONN: the connection is lost; call
+ * kvd_ping(), and take the new kvd_event_fd(). */
 ssize_t kvd_drain(struct kvd *kvd);
 
 /* ---- spaces ----------------------------------------------------------------------------------- */
@@ -121,12 +134,12 @@ ssize_t kvd_drain(struct kvd *kvd);
 struct kvd_space_options {
     size_t size;              /* sizeof(struct kvd_space_options), set by kvd_space_options_init() */
     const char *scheme;       /* key scheme this worker uses, e.g. "vllm-sha256-cbor"; NULL: opaque keys */
-    const void *first_parent; /* with a scheme: the bytes before the first block (may be empty) */
+    const void *first_parent; /* with a scheme: the bytes before the first block (may be empty, <= 32) */
     size_t first_parent_len;
     const void *vector_key;   /* with a scheme: key of one block of tokens 1..block_tokens, 32 bytes or less. */
     size_t vector_key_len;    /*   A mismatch refuses: silently different keys are a 0 % hit rate. */
     const char *identity;     /* model, revision, dtype, geometry; must equal the configured one if given */
-    uint64_t part_mask;       /* parts to map; default all */
+    uint64_t part_mask;       /* parts to map; default all. 0: none, for those who only look and pin */
     uint32_t write;           /* 1: also map writable, reserve and commit; needs the role writer. Default 0 */
 };
 
@@ -137,7 +150,8 @@ void kvd_space_options_init(struct kvd_space_options *options);
 int kvd_space_open(struct kvd *kvd, const char *name, const struct kvd_space_options *options,
                    struct kvd_space **ret_space);
 
-/* Releases the session's pins in the space and unmaps it. NULL is fine. */
+/* Lets go of the space. NULL is fine. Pinsets keep what they have pinned, and can read it: memory with pins
+ * in it stays mapped at least until they are released. */
 void kvd_space_close(struct kvd_space *space);
 
 /* The epoch this handle works under. Objects of another epoch are never hit. */
@@ -148,10 +162,13 @@ uint32_t kvd_space_epoch(const struct kvd_space *space);
 int kvd_space_reset(struct kvd_space *space, uint32_t *ret_epoch);
 
 /* Moves this handle to the space's current epoch, and, after a daemon restart, to the new daemon's
- * memory. Base addresses may change. Slots that are still pinned stay mapped until kvd_close(). */
+ * memory. Base addresses may change; pools keep their struct kvd_pool. Slots that are still pinned stay
+ * mapped at least until they are released. On failure the space stays as it was: -ENOENT: a pool is gone;
+ * -EPROTOTYPE: the size or number of a pool's parts has changed (or as for kvd_space_open()). */
 int kvd_space_refresh(struct kvd_space *space);
 
-/* Is the handle current? 0, -ESTALE (see kvd_space_refresh). No system call. */
+/* Is the handle current? 0, -ESTALE (see kvd_space_refresh). No system call; so with KVD_NO_SHM it only
+ * repeats what the daemon has said last. */
 int kvd_space_current(const struct kvd_space *space);
 
 /* ---- pools ------------------------------------------------------------------------------------ */
@@ -218,7 +235,7 @@ enum {
 /* Pins keys in order and appends them to the pinset, stopping at the first key that is not resident.
  * Returns how many were pinned (with KVD_PIN_ALL: how many of the n; n references are appended).
  * A pinned slot keeps its bytes until it is released, whatever the daemon does. Objects of several
- * pools (blocks and the snapshot to resume from) may share a pinset. -ENOMEM pins nothing. */
+ * pools (blocks and the snapshot to resume from) of one handle may share a pinset. -ENOMEM pins nothing. */
 ssize_t kvd_pin(struct kvd_pinset *pinset, struct kvd_pool *pool, const struct kvd_key *keys, size_t n,
                 uint32_t flags);
 
@@ -280,13 +297,22 @@ struct kvd_reserve {
 };
 
 /* Reserves slots for n keys, in order; one reservation per key in `ret` (n entries). Returns how many are
- * KVD_NEW. Waits for the daemon's answer. An error of the call as a whole (-ENOTCONN, -ETIMEDOUT) leaves
- * nothing reserved that the daemon does not take back by itself. */
+ * KVD_NEW. Waits for the daemon's answer. -EACCES: the space was opened without `write`. An error of the
+ * call as a whole (-ENOTCONN, -ETIMEDOUT, -ESTALE) is also the status of every entry, and leaves nothing
+ * reserved for long: what had been granted, or is granted too late, is given back with one of the next
+ * calls that talk to the daemon, or ends with the session. */
 ssize_t kvd_reserve(struct kvd_pool *pool, const struct kvd_reserve *request,
                     struct kvd_reservation *ret);
 
 /* Where to write a part of a reserved slot. NULL when not mapped writable. */
 void *kvd_slot_rw(const struct kvd_pool *pool, uint32_t slot, uint32_t part);
+
+/* Holds a reserved slot (KVD_NEW) before it is committed, and appends it to the pinset: for a writer that
+ * computes in place and goes on reading after the commit. Without this, the object could be evicted between
+ * its commit and a kvd_pin(). The reference's `bytes` is the part's stride. If the commit fails, the slot is
+ * not yours any more: release the reference and do not read it. -EINVAL: not KVD_NEW, or no such slot. */
+int kvd_pin_reserved(struct kvd_pinset *pinset, struct kvd_pool *pool,
+                     const struct kvd_reservation *reservation);
 
 struct kvd_commit {
     uint64_t ticket;
@@ -302,14 +328,19 @@ struct kvd_commit {
 };
 
 /* Commits n parts and waits for the answer. An object is visible to everybody when its last part is in,
- * before that to nobody. Returns how many succeeded; each entry's status tells. */
+ * before that to nobody. Returns how many succeeded; each entry's status tells. After an error of the call
+ * as a whole (-ENOTCONN, -ETIMEDOUT) entries that were not answered have it as their status: such a part may
+ * or may not be in, and may be committed again. -EINVAL as a whole: nothing was committed. */
 ssize_t kvd_commit(struct kvd_pool *pool, struct kvd_commit *commits, size_t n);
 
 /* Gives reserved slots back. Unknown tickets are ignored. Returns how many were given back. */
 ssize_t kvd_abort(struct kvd_pool *pool, const uint64_t *tickets, size_t n);
 
-/* The same without waiting: answers arrive as completions. Each key or commit produces one completion with
- * user_data + its index. Returns how many were accepted (the ring may be full: collect completions first). */
+/* The same without waiting: answers arrive as completions. Each key or commit that was accepted produces
+ * exactly one completion with user_data + its index; with status -ENOTCONN if the daemon is found to be away
+ * before it has answered (a slot it grants later is given back). Returns how many were accepted, in order:
+ * at most kvd_options.ring_entries can be in flight or uncollected, so it may be 0: collect completions
+ * first. */
 ssize_t kvd_submit_reserve(struct kvd_pool *pool, const struct kvd_reserve *request, uint64_t user_data);
 ssize_t kvd_submit_commit(struct kvd_pool *pool, const struct kvd_commit *commits, size_t n,
                           uint64_t user_data);

@@ -2,9 +2,9 @@
 /*
  * Publishing: reserve, parts, commit, abort.
  *
- * Order of the stores of a commit, for whoever restarts after a crash between any two of them (C1..C4 of
- * tests/model/commit.pml): metadata and the slot table's parts first, then the index entry turns LIVE,
- * then the slot table's state. An entry that is LIVE is therefore always complete.
+ * The stores are in the order C1..C7 of tests/model/commit.pml, so that whoever finds them after a crash
+ * between any two knows what happened: slot table before the grant is answered; parts before the entry
+ * turns LIVE; the entry before the slot table's state; the answer before the request is given back.
  */
 #include <errno.h>
 #include <string.h>
@@ -72,7 +72,7 @@ static int grant(struct pool *p, struct attach *a, const struct shm_key *key,
     }
     p->slot[slot].writer = a;
     p->slot[slot].tenant = tenant;
-    slot_set(p, slot, SHM_SLOT_RESERVED);
+    slot_set(p, slot, SHM_SLOT_RESERVED); /* C1 */
     up = resident_parent(p, parent, p->space->epoch);
     if (up != SLOT_NONE && up != slot)
         slot_link_parent(p, slot, up);
@@ -170,9 +170,9 @@ static void fill_meta(struct shm_meta *m, const struct commit *c)
 
 static void publish(struct pool *p, uint32_t slot, const struct commit *c)
 {
-    fill_meta(&p->metas->metas[slot], c); /* C1 */
-    index_publish(p->index, p->table->slots[slot].line, c->bytes); /* C2 */
-    slot_set(p, slot, SHM_SLOT_LIVE);                              /* C3 */
+    fill_meta(&p->metas->metas[slot], c);
+    index_publish(p->index, p->table->slots[slot].line, c->bytes); /* C4 */
+    slot_set(p, slot, SHM_SLOT_LIVE);                              /* C5 */
     slot_queue(p, slot, shm_load32(&p->index->tick), true);
     pool_count_insert(p);
     p->stats.committed++;
@@ -201,7 +201,7 @@ int pool_commit(struct pool *p, struct attach *a, const struct commit *c)
     if (r < 0)
         return r;
     t = &p->table->slots[slot];
-    if (t->state == SHM_SLOT_LIVE) /* committed before; the answer was lost */
+    if (t->state == SHM_SLOT_LIVE) /* C11: committed before; the answer was lost */
         return t->epoch == p->space->epoch ? 0 : -ESTALE;
     r = pool_ticket(p, a, c->ticket, &slot);
     if (r < 0)
@@ -210,7 +210,7 @@ int pool_commit(struct pool *p, struct attach *a, const struct commit *c)
     if (r < 0)
         return r;
     t->bytes = c->bytes;
-    t->parts_done |= (uint64_t)1 << c->part;
+    t->parts_done |= (uint64_t)1 << c->part; /* C3 */
     if (t->parts_done == all_parts(p))
         publish(p, slot, c);
     return 0;

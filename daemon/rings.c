@@ -102,8 +102,8 @@ static int take(void *arg)
     return 0;
 }
 
-/* The answer first, then the request is given back: whoever restarts between the two finds the request
- * again and answers it twice, which its owner can tell by user_data, never not at all. */
+/* The answer first (C6), then the request is given back (C7): whoever restarts between the two finds the
+ * request again, and by the answer before it that only C7 is missing. */
 static int give(void *arg)
 {
     struct serve *x = arg;
@@ -113,9 +113,9 @@ static int give(void *arg)
         struct shm_completion *ring = shm_completion_array(s->shm, s->ring_entries);
 
         ring[shm_ring_at(&s->completions, s->completions.mine)] = x->completion;
-        shm_ring_produce(&s->completions, 1);
+        shm_ring_produce(&s->completions, 1); /* C6 */
     }
-    shm_ring_consume(&s->requests, 1);
+    shm_ring_consume(&s->requests, 1); /* C7 */
     return 0;
 }
 

@@ -542,8 +542,9 @@ static int clear_path(const char *path, const struct sockaddr_un *addr)
     return unlink(path) < 0 && errno != ENOENT ? -errno : 0;
 }
 
-/* The umask makes the mode right at birth (it is the process's: no other thread may create files
- * now), and chown() and chmod() finish before listen(), without which nobody can connect. */
+/* The umask makes the mode right at birth. (It is the whole process's: no other thread may create
+ * files now.) A default ACL on the folder overrides it, hence the chmod(); and nobody can connect
+ * before listen(). */
 static int bind_socket(int fd, const struct server_socket *config, const struct sockaddr_un *addr)
 {
     mode_t old = umask(~config->mode & 0777);

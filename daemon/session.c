@@ -370,6 +370,8 @@ static int share_pins(struct attach *a)
                      &a->map);
     if (r < 0)
         return r;
+    ((struct shm_header *)a->map.addr)->space = p->space->id;
+    ((struct shm_header *)a->map.addr)->pool = p->id;
     r = pool_add_source(p, a->map.addr, a->map.bytes, a);
     if (r < 0)
         drop_segment(&a->segment, &a->map);

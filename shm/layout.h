@@ -48,7 +48,7 @@
  *   on the generation not wrapping: what is pinned and LIVE cannot change its key. tests/model/pin.pml is
  *   this protocol; it fails without either fence, without the re-load, without the check.
  *
- *   Release is one decrement (release order; A0/A3 load with acquire): no load of the slot's bytes moves
+ *   Release (R5) is one decrement (release order; A0/A3 load with acquire): no load of the slot's bytes moves
  *   after it. Beside the counter lies the stamp of the last use, in ticks of the pool's clock: that is
  *   how uses reach the eviction policy without a message. A session can lie in both; it can keep its
  *   own slots alive (quotas are for that), never free somebody else's.

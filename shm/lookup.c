@@ -132,7 +132,7 @@ static inline void count_up(struct shm_pin *pin)
 #endif
 }
 
-/* Release order: the reads of the slot's bytes are over. Pairs with the acquire loads at A0 and A3. */
+/* R5. Release order: the reads of the slot's bytes are over. Pairs with the acquire loads at A0 and A3. */
 static inline void count_down(struct shm_pin *pin)
 {
     atomic_fetch_sub_explicit(&pin->count, 1, memory_order_release);

@@ -1,0 +1,327 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Publishing: reserve, commit, abort; with and without waiting. */
+#include "client/internal.h"
+
+#include <errno.h>
+#include <string.h>
+
+enum {
+    SPINS_PER_CLOCK = 64, /* reading the clock costs as much as many looks at the ring */
+    ABORT_MAX = 4096,     /* tickets in one message */
+    UNANSWERED = 1,       /* status of a commit; an answer is 0 or negative */
+};
+
+/* ---- arguments --------------------------------------------------------------------------------
+ */
+
+static int check_writer(struct kvd_pool *pool)
+{
+    int r = pool_check(pool);
+
+    if (r < 0)
+        return r;
+    if (!pool->space->write)
+        return handle_fail(pool->kvd, -EACCES,
+                           "space %s was opened for reading: set `write` in "
+                           "kvd_space_options",
+                           pool->space->name);
+    if (atomic_load(&pool->space->stale))
+        return handle_fail(pool->kvd, -ESTALE,
+                           "another daemon, or another session, has taken over: "
+                           "refresh space %s",
+                           pool->space->name);
+    return 0;
+}
+
+static int check_reserve(struct kvd_pool *pool, const struct kvd_reserve *q)
+{
+    int r = check_writer(pool);
+
+    if (r < 0)
+        return r;
+    if (!q || (q->n && !q->keys) || q->n > UINT32_MAX)
+        return handle_fail(pool->kvd, -EINVAL, "a reservation needs an array of keys");
+    return 0;
+}
+
+static int check_commits(struct kvd_pool *pool, const struct kvd_commit *commits, size_t n)
+{
+    int r = check_writer(pool);
+
+    if (r < 0)
+        return r;
+    if ((n && !commits) || n > UINT32_MAX)
+        return handle_fail(pool->kvd, -EINVAL, "a commit needs an array of parts");
+    for (size_t i = 0; i < n; i++) {
+        const struct kvd_commit *c = &commits[i];
+
+        if (c->part >= pool->info.parts || c->user_bytes > SHM_USER_BYTES ||
+            (c->user_bytes && !c->user))
+            return handle_fail(pool->kvd, -EINVAL,
+                               "commit %zu: part %u of %u, %u bytes of metadata of at most %u", i,
+                               c->part, pool->info.parts, c->user_bytes, SHM_USER_BYTES);
+    }
+    return 0;
+}
+
+/* ---- posting and waiting ------------------------------------------------------------------------
+ */
+
+/* A connection that is known to be dead is made again before anything is posted: afterwards the
+ * space may be stale, and the caller should hear that. */
+static int connected(struct kvd *kvd)
+{
+    uint64_t deadline;
+    int r;
+
+    if (control_is_open(kvd->control))
+        return 0;
+    deadline = handle_deadline(kvd);
+    r = handle_lock(kvd, deadline);
+    if (r < 0)
+        return r;
+    r = handle_ready(kvd, deadline);
+    handle_unlock(kvd);
+    return r;
+}
+
+static inline void cpu_pause(void)
+{
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    __asm__ volatile("isb" ::: "memory");
+#endif
+}
+
+/* Looks at the ring for up to spin_us. No system call: the clock is read in user space. */
+static bool spin(struct kvd *kvd, struct batch *b)
+{
+    uint64_t until = frame_clock() + (uint64_t)kvd->spin_us * 1000;
+
+    do {
+        for (int i = 0; i < SPINS_PER_CLOCK; i++) {
+            if (batch_settled(kvd, b, true))
+                return true;
+            cpu_pause();
+        }
+    } while (frame_clock() < until);
+    return false;
+}
+
+/* Whatever the socket brings, the ring decides. A dead connection is made again; the session may
+ * have survived, and then the answers will come. */
+static int sleep_on_socket(struct kvd *kvd, struct batch *b, uint64_t deadline)
+{
+    while (!batch_settled(kvd, b, false)) {
+        int r = handle_ready(kvd, deadline);
+
+        if (r < 0)
+            return r;
+        rings_expect(kvd);
+        if (batch_settled(kvd, b, false))
+            return 0;
+        r = control_wait(kvd->control, deadline);
+        if (r == -ETIMEDOUT || frame_clock() >= deadline)
+            return batch_settled(kvd, b, false)
+                       ? 0
+                       : handle_fail(kvd, -ETIMEDOUT, "the daemon at %s has not answered in %u ms",
+                                     control_socket(kvd->control), kvd->timeout_ms);
+    }
+    return 0;
+}
+
+static int wait_for(struct kvd *kvd, struct batch *b)
+{
+    uint64_t deadline = handle_deadline(kvd);
+    int r;
+
+    if (control_is_open(kvd->control) && spin(kvd, b))
+        return 0;
+    r = handle_lock(kvd, deadline);
+    if (r < 0)
+        return r;
+    r = sleep_on_socket(kvd, b, deadline);
+    handle_unlock(kvd);
+    return r;
+}
+
+static int one_ringful(struct kvd *kvd, struct batch *b)
+{
+    ssize_t n = batch_post(kvd, b);
+    int r;
+
+    if (n == -ESTALE)
+        return handle_fail(kvd, -ESTALE,
+                           "another daemon, or another session, has taken over: refresh "
+                           "space %s",
+                           b->pool->space->name);
+    r = wait_for(kvd,
+                 b); /* also when the daemon could not be woken: that comes back or fails there */
+    if (r == 0 && atomic_load(&b->error))
+        r = handle_fail(kvd, atomic_load(&b->error), "the daemon has gone before it answered");
+    return r;
+}
+
+/* All of the batch, ringful by ringful. */
+static int run(struct kvd *kvd, struct batch *b)
+{
+    int r = connected(kvd);
+
+    while (r == 0 && b->posted < b->n)
+        r = one_ringful(kvd, b);
+    if (r < 0)
+        batch_abandon(kvd, b);
+    orphans_send(kvd);
+    return r;
+}
+
+/* ---- reserve and commit -------------------------------------------------------------------------
+ */
+
+ssize_t kvd_reserve(struct kvd_pool *pool, const struct kvd_reserve *request,
+                    struct kvd_reservation *ret)
+{
+    struct batch b = {.pool = pool, .reserve = request, .reservations = ret};
+    ssize_t granted = 0;
+    int r = check_reserve(pool, request);
+
+    if (r < 0)
+        return r;
+    b.n = request->n;
+    if (b.n && !ret)
+        return handle_fail(pool->kvd, -EINVAL, "no room for the reservations");
+    for (size_t i = 0; i < b.n; i++)
+        ret[i] = (struct kvd_reservation){.slot = SHM_NO_SLOT};
+    r = run(pool->kvd, &b);
+    for (size_t i = 0; r < 0 && i < b.n; i++)
+        ret[i] = (struct kvd_reservation){.status = r, .slot = SHM_NO_SLOT};
+    if (r < 0)
+        return r;
+    for (size_t i = 0; i < b.n; i++)
+        granted += ret[i].status == KVD_NEW;
+    return granted;
+}
+
+ssize_t kvd_commit(struct kvd_pool *pool, struct kvd_commit *commits, size_t n)
+{
+    struct batch b = {.pool = pool, .commits = commits, .results = commits, .n = n};
+    ssize_t committed = 0;
+    int r = check_commits(pool, commits, n);
+
+    if (r < 0)
+        return r;
+    for (size_t i = 0; i < n; i++)
+        commits[i].status = UNANSWERED;
+    r = run(pool->kvd, &b);
+    for (size_t i = 0; i < n; i++) {
+        if (commits[i].status == UNANSWERED)
+            commits[i].status = r;
+        committed += commits[i].status == 0;
+    }
+    return r < 0 ? r : committed;
+}
+
+/* Accepted requests will be answered one way or the other, so only a batch of which nothing was
+ * accepted has failed. */
+static ssize_t submit(struct kvd *kvd, struct batch *b)
+{
+    ssize_t n;
+    int r = connected(kvd);
+
+    if (r < 0)
+        return r;
+    n = batch_post(kvd, b);
+    if (n == -ENOTCONN)
+        connected(kvd);
+    if (n == -ESTALE)
+        return handle_fail(kvd, -ESTALE,
+                           "another daemon, or another session, has taken over: refresh "
+                           "space %s",
+                           b->pool->space->name);
+    return (ssize_t)b->posted;
+}
+
+ssize_t kvd_submit_reserve(struct kvd_pool *pool, const struct kvd_reserve *request,
+                           uint64_t user_data)
+{
+    struct batch b = {.pool = pool, .reserve = request, .async = true, .user_data = user_data};
+    int r = check_reserve(pool, request);
+
+    if (r < 0)
+        return r;
+    b.n = request->n;
+    return submit(pool->kvd, &b);
+}
+
+ssize_t kvd_submit_commit(struct kvd_pool *pool, const struct kvd_commit *commits, size_t n,
+                          uint64_t user_data)
+{
+    struct batch b = {
+        .pool = pool, .commits = commits, .n = n, .async = true, .user_data = user_data};
+    int r = check_commits(pool, commits, n);
+
+    return r < 0 ? r : submit(pool->kvd, &b);
+}
+
+ssize_t kvd_completions(struct kvd *kvd, struct kvd_completion *ret, size_t n)
+{
+    ssize_t r;
+
+    if (!kvd || (n && !ret))
+        return -EINVAL;
+    if (handle_forked(kvd))
+        return -ECHILD;
+    if (!n)
+        return 0;
+    r = rings_take(kvd, ret, n);
+    if (r < 0)
+        return handle_fail(kvd, (int)r, "the completion ring makes no sense");
+    return r;
+}
+
+/* ---- abort ------------------------------------------------------------------------------------
+ */
+
+static ssize_t abort_some(struct kvd_pool *pool, const uint64_t *tickets, size_t n)
+{
+    Kvd__Proto__Request request = KVD__PROTO__REQUEST__INIT;
+    Kvd__Proto__Abort abort_ = KVD__PROTO__ABORT__INIT;
+    struct control_reply reply = {0};
+    ssize_t count;
+    int r;
+
+    abort_.pool = pool->id;
+    abort_.n_tickets = n;
+    abort_.tickets = (uint64_t *)tickets; /* only read */
+    request.body_case = KVD__PROTO__REQUEST__BODY_ABORT;
+    request.abort = &abort_;
+    r = handle_round_trip(pool->kvd, pool->space, &request, KVD__PROTO__RESPONSE__BODY_COUNT,
+                          CALL_AGAIN, &reply);
+    if (r < 0)
+        return r;
+    count = reply.response->count->count < n ? (ssize_t)reply.response->count->count : (ssize_t)n;
+    control_reply_free(&reply);
+    return count;
+}
+
+ssize_t kvd_abort(struct kvd_pool *pool, const uint64_t *tickets, size_t n)
+{
+    ssize_t total = 0;
+
+    if (!pool || (n && !tickets))
+        return -EINVAL;
+    if (handle_forked(pool->kvd))
+        return -ECHILD;
+    while (n) {
+        size_t k = n < ABORT_MAX ? n : ABORT_MAX;
+        ssize_t r = abort_some(pool, tickets, k);
+
+        if (r < 0)
+            return r;
+        total += r;
+        tickets += k;
+        n -= k;
+    }
+    return total;
+}
