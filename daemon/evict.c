@@ -22,6 +22,9 @@
  * for slots of a pool that is pinned all over would otherwise own the core thread. */
 #define SEARCH_NS 50000u
 
+/* Until then only so many candidates are looked at: enough to notice a release before long. */
+#define SEARCH_SOME 256u
+
 struct batch {
     uint32_t n;
     uint32_t slot[BATCH];
@@ -241,9 +244,27 @@ static uint32_t next_up(const struct pool *p, uint32_t slot)
     return s->parent;
 }
 
-static uint32_t evict_queued(struct pool *p, uint32_t want, enum history_event why)
+/* Drops the pinned ones from the batch. */
+static void sift_pinned(struct pool *p, struct batch *b)
 {
-    uint32_t freed = 0, left = p->ops->count(p->policy);
+    uint32_t n = 0;
+
+    if (!b->n)
+        return;
+    look_at_all(p, b);
+    for (uint32_t i = 0; i < b->n; i++) {
+        if (b->pinned[i])
+            continue;
+        b->tick[n] = b->tick[i];
+        b->slot[n++] = b->slot[i];
+    }
+    b->n = n;
+}
+
+/* Looks at `left` candidates at most. */
+static uint32_t evict_queued(struct pool *p, uint32_t want, uint32_t left, enum history_event why)
+{
+    uint32_t freed = 0;
     uint32_t now = shm_load32(&p->index->tick);
 
     while (freed < want && left) {
@@ -273,35 +294,39 @@ static uint32_t evict_queued(struct pool *p, uint32_t want, enum history_event w
  * unpinned head must go rather than refuse a commit. */
 static uint32_t evict_inner(struct pool *p, uint32_t want, enum history_event why)
 {
-    uint32_t freed = 0;
+    uint32_t freed = 0, looked = 0;
 
-    for (uint32_t looked = 0; looked < p->slots && freed < want; looked++) {
-        uint32_t s = p->inner_cursor;
-        struct batch b = {.n = 1, .slot = {s}};
+    while (looked < p->slots && freed < want) {
+        struct batch b = {.n = 0};
 
-        p->inner_cursor = s + 1 == p->slots ? 0 : s + 1;
-        if (p->table->slots[s].state != SHM_SLOT_LIVE || p->slot[s].queued)
-            continue;
-        look_at_all(p, &b);
-        if (!b.pinned[0])
-            freed += take_out(p, &b, true, why, 0);
+        for (; looked < p->slots && b.n < BATCH && b.n < want - freed; looked++) {
+            uint32_t s = p->inner_cursor;
+
+            p->inner_cursor = s + 1 == p->slots ? 0 : s + 1;
+            if (p->table->slots[s].state != SHM_SLOT_LIVE || p->slot[s].queued)
+                continue;
+            b.tick[b.n] = p->slot[s].tick;
+            b.slot[b.n++] = s;
+        }
+        sift_pinned(p, &b);
+        freed += take_out(p, &b, true, why, 0);
     }
     return freed;
 }
 
 uint32_t pool_evict(struct pool *p, uint32_t want, enum history_event why)
 {
+    uint32_t freed, all = p->ops->count(p->policy);
     uint64_t start = core_now_ns(p->core), took;
-    uint32_t freed;
 
     if (start < p->exhausted_until_ns)
-        return 0;
-    freed = evict_queued(p, want, why);
+        return evict_queued(p, want, all < SEARCH_SOME ? all : SEARCH_SOME, why);
+    freed = evict_queued(p, want, all, why);
     if (!freed)
         freed = evict_inner(p, want, why);
     took = core_now_ns(p->core) - start;
     if (!freed && took > SEARCH_NS)
-        p->exhausted_until_ns = start + 2 * took;
+        p->exhausted_until_ns = start + 8 * took;
     return freed;
 }
 

@@ -150,12 +150,14 @@ static int make_core(struct app *a)
                              .progress = on_progress,
                              .progress_arg = a,
                              .cancel = &a->cancel};
+    const struct config_daemon *d = &a->config->daemon;
+    const char *huge = d->hugetlbfs[0] ? d->hugetlbfs : segment_hugetlbfs_dir(d->page_size);
     char why[768];
     int r;
 
-    stale_sweep(a->config->daemon.runtime_dir, &a->log);
-    if (a->config->daemon.hugetlbfs[0])
-        stale_sweep_hugetlbfs(a->config->daemon.hugetlbfs, a->config->daemon.runtime_dir, &a->log);
+    stale_sweep(d->runtime_dir, &a->log);
+    if (huge)
+        stale_sweep_hugetlbfs(huge, d->runtime_dir, &a->log);
     r = core_new(&o, why, sizeof(why), &a->core);
     if (r < 0)
         log_write(&a->log, LOG_ERR, NULL, "%s", why);

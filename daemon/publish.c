@@ -42,6 +42,16 @@ static uint32_t resident_parent(struct pool *p, const struct shm_key *parent, ui
     return e ? shm_word_slot(shm_load64(&e->word)) : SLOT_NONE;
 }
 
+/* Never 0, and not given out again for 2^36 grants. */
+static uint64_t next_ticket(struct core *c, uint32_t slot)
+{
+    uint64_t operation = c->next_operation++ << SHM_SLOT_BITS;
+
+    if (!operation)
+        operation = c->next_operation++ << SHM_SLOT_BITS;
+    return operation | slot;
+}
+
 /* A slot for a key that is not in the index. */
 static int grant(struct pool *p, struct attach *a, const struct shm_key *key,
                  const struct shm_key *parent, uint32_t tenant, struct reservation *ret)
@@ -57,7 +67,7 @@ static int grant(struct pool *p, struct attach *a, const struct shm_key *key,
     *t = (struct shm_slot){
         .state = SHM_SLOT_FREE,
         .session = a->session->id,
-        .ticket = p->core->next_operation++ << SHM_SLOT_BITS | slot,
+        .ticket = next_ticket(p->core, slot),
         .epoch = p->space->epoch,
     };
     r = index_insert(p->index, key, p->space->epoch, slot, &line);

@@ -498,6 +498,14 @@ static void stale_remove(const char *dir, const char *name)
         unlink(path);
 }
 
+const char *segment_hugetlbfs_dir(uint64_t page_size)
+{
+    struct segment_spec spec = {.page_size = page_size};
+    uint64_t hugepage = hugepage_wanted(&spec);
+
+    return hugepage ? hugetlbfs_find_path_for_size((long)hugepage) : NULL;
+}
+
 static void stale_remove_all(const struct segment_spec *spec, uint64_t hugepage)
 {
     const char *huge = spec->hugetlbfs_dir;

@@ -84,7 +84,8 @@ int slot_take(struct pool *p, uint32_t *ret_slot)
 {
     if (p->free.first == SLOT_NONE) {
         pool_release_quarantine(p, core_now_ms(p->core));
-        if (p->free.first == SLOT_NONE && !pool_evict(p, 1, HISTORY_EVICTED))
+        /* A burst has outrun the background: a batch costs little more than one. */
+        if (p->free.first == SLOT_NONE && !pool_evict(p, p->low_water ? 32 : 1, HISTORY_EVICTED))
             return -ENOSPC;
     }
     *ret_slot = p->free.first;
