@@ -130,8 +130,7 @@ int conn_reply(struct conn *conn, const Kvd__Proto__Response *response, const in
 /* A response without a body. message may be NULL. */
 int conn_status(struct conn *conn, uint64_t id, int status, const char *message);
 
-/* Wakes the peer. One event of a kind that still waits to be sent is enough. 0, -ENOTCONN, -ENOMEM.
- */
+/* Wakes the peer. One event of a kind that waits to be sent is enough. 0, -ENOTCONN, -ENOMEM. */
 int conn_event(struct conn *conn, Kvd__Proto__Event__Kind kind);
 
 /* Ends the connection at once. */
@@ -154,8 +153,7 @@ pid_t conn_pid(const struct conn *conn);
 uid_t conn_uid(const struct conn *conn);
 gid_t conn_gid(const struct conn *conn);
 
-/* Field 22 of /proc/PID/stat, to compare with what the client says of itself; 0 when it was gone.
- */
+/* Field 22 of /proc/PID/stat, to compare with what the client says of itself; 0: unreadable. */
 uint64_t conn_start_time(const struct conn *conn);
 
 /* The process's pidfd, which is then the caller's; -1 when it was taken before. */

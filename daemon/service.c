@@ -176,6 +176,7 @@ static void on_tick(void *arg)
 {
     struct service *s = arg;
 
+    log_limit_flush(s->log, &s->notes, LOG_NOTICE, NULL, "refused peers");
     if (s->core->n_sessions)
         core_tick(s->core);
 }
@@ -215,8 +216,8 @@ static void on_note(void *ctx, const struct conn *conn, int status, const char *
 {
     struct service *s = ctx;
 
-    log_write(s->log, LOG_NOTICE, NULL, "pid %d: %s (%d)", conn ? (int)conn_pid(conn) : 0, message,
-              status);
+    log_write_limited(s->log, &s->notes, LOG_NOTICE, NULL, "pid %d: %s (%d)",
+                      conn ? (int)conn_pid(conn) : 0, message, status);
 }
 
 static void on_request(void *ctx, struct conn *conn, const Kvd__Proto__Request *request)
@@ -242,6 +243,7 @@ int service_start(struct service *s)
         .before_sleep = before_sleep, .after_wake = after_wake, .arg = s};
     int r = loop_timer_new(s->loop, on_tick, s, &s->tick);
 
+    s->notes = (struct log_limit){.interval_ns = 10000000000u, .burst = 20};
     if (r == 0)
         r = loop_timer_new(s->loop, on_work, s, &s->work);
     if (r < 0)

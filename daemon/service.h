@@ -9,6 +9,7 @@
 #include <stdint.h>
 
 #include "daemon/core.h"
+#include "daemon/log.h"
 #include "daemon/loop.h"
 #include "daemon/server.h"
 #include "daemon/session.h"
@@ -26,7 +27,8 @@ struct service {
     uint64_t spin_ns;      /* how long the core looks at the rings before it sleeps */
     uint64_t busy_until_ns;
     struct loop_timer *tick, *work;
-    uint32_t since_serve; /* control requests since the rings were looked at */
+    struct log_limit notes; /* a hostile peer must not fill the log */
+    uint32_t since_serve;   /* control requests since the rings were looked at */
 };
 
 /* The rest of *s is filled in by the caller. */

@@ -31,8 +31,7 @@ enum {
 
 /* ---- receiving */
 
-/* A received frame. All of it belongs to the reader and is good until the next call on that reader.
- */
+/* A received frame. It belongs to the reader and is good until the next call on that reader. */
 struct frame {
     const uint8_t *data;
     size_t len;
@@ -77,8 +76,7 @@ void frame_reader_destroy(struct frame_reader *reader);
  * complete frame still waits; or what recvmsg() said. On failure what came is closed. */
 ssize_t frame_reader_fill(struct frame_reader *reader, int sock);
 
-/* 1 and the next frame; 0 no complete frame; -EMSGSIZE longer than max_frame; -EPROTO of length 0.
- */
+/* 1 and the next frame; 0 none is complete; -EMSGSIZE longer than max_frame; -EPROTO length 0. */
 int frame_reader_next(struct frame_reader *reader, struct frame *ret_frame);
 
 /* Whether frame_reader_next() would return something other than 0. */

@@ -154,8 +154,7 @@ static bool same_file(int a, int b)
     return x.st_ino == y.st_ino && x.st_dev == y.st_dev;
 }
 
-/* ---- bytes
- * ------------------------------------------------------------------------------------------ */
+/* ---- bytes ----------------------------------------------------------------------------------- */
 
 TestSuite(frame, .timeout = 60);
 
@@ -312,8 +311,7 @@ Test(frame, a_long_buffer_with_a_rest_shrinks)
     teardown(&p);
 }
 
-/* ---- descriptors
- * ------------------------------------------------------------------------------------ */
+/* ---- descriptors ----------------------------------------------------------------------------- */
 
 Test(frame, fds_arrive_with_their_frame)
 {
@@ -409,8 +407,7 @@ Test(frame, bad_fds_cannot_be_queued)
     cr_assert_eq(count_fds(), before, "the first duplicate leaks");
 }
 
-/* Raw senders that break the rules: name, what the reader allows, what is sent, what must come out.
- */
+/* Raw senders that break the rules. */
 Test(frame, fds_against_the_rules_are_closed)
 {
     static const struct {
@@ -545,8 +542,7 @@ Test(frame, forged_control_messages)
     }
 }
 
-/* ---- any mixture, cut anywhere
- * ---------------------------------------------------------------------- */
+/* ---- any mixture, cut anywhere --------------------------------------------------------------- */
 
 static size_t chunk; /* for the next two: how much one call moves */
 
@@ -625,8 +621,7 @@ Test(frame, mixture)
     teardown(&p);
 }
 
-/* ---- sending
- * ---------------------------------------------------------------------------------------- */
+/* ---- sending --------------------------------------------------------------------------------- */
 
 Test(frame, messages_must_fit)
 {
@@ -744,8 +739,7 @@ Test(frame, a_flush_ends)
     frame_queue_clear(&q);
 }
 
-/* ---- unpacking
- * -------------------------------------------------------------------------------------- */
+/* ---- unpacking ------------------------------------------------------------------------------- */
 
 static int unpack(const void *data, size_t len, size_t bytes)
 {
@@ -809,6 +803,35 @@ Test(frame, a_million_tiny_submessages)
     free(buf);
 }
 
+/* The budget of the daemon is for hostile messages only: a frame full of ordinary keys is far from
+ * it. */
+Test(frame, a_full_frame_of_keys_fits)
+{
+    Kvd__Proto__Request request = KVD__PROTO__REQUEST__INIT;
+    Kvd__Proto__Lookup lookup = KVD__PROTO__LOOKUP__INIT;
+    Kvd__Proto__Key key = KVD__PROTO__KEY__INIT, **keys;
+    uint8_t hash[32] = {1}, *buf = malloc(MAX_FRAME);
+    size_t n = MAX_FRAME / 40, len;
+
+    key.hash = (ProtobufCBinaryData){sizeof(hash), hash};
+    key.has_group = true;
+    keys = malloc(n * sizeof(*keys));
+    for (size_t i = 0; i < n; i++)
+        keys[i] = &key;
+    lookup.keys = keys;
+    lookup.n_keys = n;
+    request.id = 1;
+    request.body_case = KVD__PROTO__REQUEST__BODY_LOOKUP;
+    request.lookup = &lookup;
+    len = kvd__proto__request__get_packed_size(&request);
+    cr_assert_leq(len, MAX_FRAME);
+    cr_assert_gt(len, MAX_FRAME * 9 / 10);
+    kvd__proto__request__pack(&request, buf);
+    cr_assert_eq(unpack(buf, len, 6 * (size_t)MAX_FRAME), 0, "with a margin");
+    free(keys);
+    free(buf);
+}
+
 /* The same oneof again and again: protobuf-c merges each with the ones before, which copies the
  * array of keys each time. Memory stays small, so only a cap on all allocations together bounds the
  * work. */
@@ -841,8 +864,7 @@ Test(frame, every_allocation_may_fail)
     cr_assert_gt(bytes, 40 * sizeof(Kvd__Proto__Key));
 }
 
-/* ---- with a deadline
- * -------------------------------------------------------------------------------- */
+/* ---- with a deadline ------------------------------------------------------------------------- */
 
 Test(frame, deadlines)
 {

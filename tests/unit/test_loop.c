@@ -58,8 +58,7 @@ static int signalled(void)
     return fd;
 }
 
-/* ---- descriptors
- * ------------------------------------------------------------------------------------ */
+/* ---- descriptors ----------------------------------------------------------------------------- */
 
 struct item {
     struct loop *loop;
@@ -215,8 +214,7 @@ Test(loop, errors)
     loop_free(w.loop);
 }
 
-/* ---- timers
- * ----------------------------------------------------------------------------------------- */
+/* ---- timers ---------------------------------------------------------------------------------- */
 
 static void record_time(void *arg)
 {
@@ -423,8 +421,7 @@ Test(loop, timers_are_freed_inside_a_callback)
     loop_free(w.loop);
 }
 
-/* ---- deferred work
- * ---------------------------------------------------------------------------------- */
+/* ---- deferred work --------------------------------------------------------------------------- */
 
 static void defer_again(void *arg)
 {
@@ -500,14 +497,14 @@ Test(loop, work_may_cancel_work)
     loop_free(w.loop);
 }
 
-/* ---- hooks
- * ------------------------------------------------------------------------------------------ */
+/* ---- hooks ----------------------------------------------------------------------------------- */
 
 struct hook_log {
     struct world *w;
     struct loop_timer *timer;
     struct loop_deferred *work;
     int before, after, more, waits_before;
+    bool stop;
 };
 
 static int before_sleep(void *arg)
@@ -521,6 +518,8 @@ static int before_sleep(void *arg)
         loop_timer_arm(h->timer, h->w->now + 3 * MS, 0);
     if (h->work)
         loop_defer(h->w->loop, h->work);
+    if (h->stop)
+        loop_stop(h->w->loop);
     return h->more;
 }
 
@@ -588,12 +587,15 @@ Test(loop, hooks_may_shorten_the_sleep)
     cr_assert_eq(loop_turn(w.loop, true), 0);
     cr_assert_eq(w.last_timeout, 0);
     cr_assert_eq(a.calls, 2);
+    h.work = NULL;
+    h.stop = true;
+    cr_assert_eq(loop_run(w.loop), 0);
+    cr_assert_eq(w.last_timeout, 0, "a stopped loop does not sleep first");
     loop_timer_free(a.timer);
     loop_free(w.loop);
 }
 
-/* ---- running
- * ---------------------------------------------------------------------------------------- */
+/* ---- running --------------------------------------------------------------------------------- */
 
 static void stop_third(void *arg)
 {
@@ -617,6 +619,9 @@ Test(loop, runs_until_stopped)
     loop_stop(w.loop);
     cr_assert_eq(loop_run(w.loop), 0, "a stop that came first counts");
     cr_assert_eq(a.calls, 3);
+    a.calls = 0;
+    cr_assert_eq(loop_run(w.loop), 0);
+    cr_assert_eq(a.calls, 3, "and only once");
     loop_timer_free(a.timer);
     loop_free(w.loop);
 }

@@ -1,0 +1,73 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Enough of Criterion to run a test file as a plain program, one test after the other in one process:
+ * for sanitizers under which Criterion's own sandbox does not come up (ThreadSanitizer). Its folder
+ * comes before the real one in the include path; there is no library.
+ */
+#ifndef PLAIN_CRITERION_H
+#define PLAIN_CRITERION_H
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+struct plain_test {
+    const char *name;
+    void (*run)(void);
+    struct plain_test *next;
+};
+
+/* Weak: a test of several files includes this several times. */
+__attribute__((weak)) struct plain_test *plain_tests;
+
+#define Test(suite, test, ...)                                                                     \
+    static void suite##_##test(void);                                                              \
+    __attribute__((constructor)) static void suite##_##test##_add(void)                            \
+    {                                                                                              \
+        static struct plain_test self = {#suite "::" #test, suite##_##test, NULL};                 \
+        self.next = plain_tests;                                                                   \
+        plain_tests = &self;                                                                       \
+    }                                                                                              \
+    static void suite##_##test(void)
+
+#define cr_assert_fail(...)                                                                        \
+    do {                                                                                           \
+        fprintf(stderr, "%s:%d: failed: ", __FILE__, __LINE__);                                   \
+        fprintf(stderr, "" __VA_ARGS__);                                                           \
+        fputc('\n', stderr);                                                                       \
+        abort();                                                                                   \
+    } while (0)
+#define cr_assert(condition, ...)                                                                  \
+    do {                                                                                           \
+        if (!(condition)) {                                                                        \
+            fprintf(stderr, "%s ", #condition);                                                    \
+            cr_assert_fail(__VA_ARGS__);                                                           \
+        }                                                                                          \
+    } while (0)
+#define cr_assert_not(condition, ...) cr_assert(!(condition), ##__VA_ARGS__)
+#define cr_assert_eq(a, b, ...) cr_assert((a) == (b), ##__VA_ARGS__)
+#define cr_assert_neq(a, b, ...) cr_assert((a) != (b), ##__VA_ARGS__)
+#define cr_assert_lt(a, b, ...) cr_assert((a) < (b), ##__VA_ARGS__)
+#define cr_assert_gt(a, b, ...) cr_assert((a) > (b), ##__VA_ARGS__)
+#define cr_assert_leq(a, b, ...) cr_assert((a) <= (b), ##__VA_ARGS__)
+#define cr_assert_geq(a, b, ...) cr_assert((a) >= (b), ##__VA_ARGS__)
+#define cr_assert_null(a, ...) cr_assert(!(a), ##__VA_ARGS__)
+#define cr_assert_not_null(a, ...) cr_assert((a) != NULL, ##__VA_ARGS__)
+#define cr_assert_arr_eq(a, b, n, ...) cr_assert(memcmp((a), (b), (n)) == 0, ##__VA_ARGS__)
+#define cr_assert_arr_neq(a, b, n, ...) cr_assert(memcmp((a), (b), (n)) != 0, ##__VA_ARGS__)
+#define cr_log_info(...) printf(__VA_ARGS__)
+
+__attribute__((weak)) int main(void)
+{
+    size_t n = 0;
+
+    for (struct plain_test *test = plain_tests; test; test = test->next, n++) {
+        printf("%s\n", test->name);
+        fflush(stdout);
+        test->run();
+    }
+    printf("%zu passed, 0 failed\n", n);
+    return n ? 0 : 1;
+}
+
+#endif
