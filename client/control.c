@@ -285,7 +285,7 @@ int control_post(struct control *c, Kvd__Proto__Request *request)
     int r;
 
     number(c, request);
-    r = frame_out_new(&request->base, c->hello.max_frame, NULL, 0, &out);
+    r = frame_out_new(&request->base, SEND_FIRST, NULL, 0, &out);
     if (r < 0)
         return r;
     frame_queue_init(&queue);

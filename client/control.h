@@ -133,7 +133,7 @@ int control_wait(struct control *c, uint64_t deadline_ns);
 /* Takes all that has arrived, without blocking: 0, or the connection is lost. */
 int control_drain(struct control *c);
 
-/* Sends a request without waiting, neither for room nor for the answer: 0; -EAGAIN: no room,
+/* Sends a small request (<= 64 KiB) without waiting, neither for room nor for the answer: 0; -EAGAIN: no room,
  * nothing was sent; or the connection is lost. */
 int control_post(struct control *c, Kvd__Proto__Request *request);
 

@@ -213,6 +213,7 @@ uint64_t handle_deadline(const struct kvd *kvd);
 
 /* The lock for all that talks to the daemon. -ETIMEDOUT: another thread has it all the time. */
 int handle_lock(struct kvd *kvd, uint64_t deadline_ns);
+bool handle_try_lock(struct kvd *kvd);
 
 /* Also keeps what kvd_drain() has promised, and gives orphans back. */
 void handle_unlock(struct kvd *kvd);
@@ -339,7 +340,7 @@ ssize_t rings_observe(struct kvd_pool *pool, const struct kvd_key *keys, size_t 
 /* A granted slot that nobody wants. */
 void orphans_add(struct kvd *kvd, uint32_t pool, uint64_t ticket);
 
-/* Gives orphans back, without waiting. */
+/* Gives orphans back, without waiting. Under handle_lock(): they must not reach another daemon. */
 void orphans_send(struct kvd *kvd);
 
 /* Their session has gone, and they with it. */

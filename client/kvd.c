@@ -127,6 +127,24 @@ int handle_lock(struct kvd *kvd, uint64_t deadline_ns)
              : 0;
 }
 
+bool handle_try_lock(struct kvd *kvd)
+{
+    bool mine;
+
+    pthread_mutex_lock(&kvd->gate);
+    mine = !kvd->held;
+    kvd->held = true;
+    pthread_mutex_unlock(&kvd->gate);
+    return mine;
+}
+
+static void set_armed(struct kvd *kvd, enum armed armed)
+{
+    pthread_mutex_lock(&kvd->gate);
+    kvd->armed = armed;
+    pthread_mutex_unlock(&kvd->gate);
+}
+
 /* Completions wait, but the message that told so has been read by a call that did not care: has the
  * daemon send another one, the answer to a ping that nobody waits for. If even that is impossible,
  * whoever polls sees the connection end. */
@@ -141,31 +159,23 @@ static void poke(struct kvd *kvd)
         control_hang_up(kvd->control);
 }
 
-static enum armed arm(struct kvd *kvd, enum armed from, enum armed to)
-{
-    enum armed was;
-
-    pthread_mutex_lock(&kvd->gate);
-    was = kvd->armed;
-    if (was == from)
-        kvd->armed = to;
-    pthread_mutex_unlock(&kvd->gate);
-    return was;
-}
-
-/* Keeps what kvd_drain() has promised, after a call that may have read its wake-up. */
+/* Keeps what kvd_drain() has promised, after a call that may have read its wake-up. It stays
+ * promised until the next kvd_drain(): the next call may read the poke, too. */
 static void serve_armed(struct kvd *kvd)
 {
+    bool armed;
+
     if (!kvd->rings.session)
         return;
-    if (arm(kvd, ARMED_WANTED, ARMED_SET) == ARMED_NO) {
+    pthread_mutex_lock(&kvd->gate);
+    armed = kvd->armed != ARMED_NO;
+    if (armed)
+        kvd->armed = ARMED_SET;
+    pthread_mutex_unlock(&kvd->gate);
+    if (!armed)
         rings_expect_none(kvd);
-        return;
-    }
-    if (rings_expect(kvd) > 0) {
-        arm(kvd, ARMED_SET, ARMED_NO);
+    else if (rings_expect(kvd) > 0)
         poke(kvd);
-    }
 }
 
 /* False: somebody wants to be woken, who has found the lock taken. */
@@ -234,9 +244,8 @@ static int come_back(struct kvd *kvd, uint64_t deadline_ns)
 
     if (r < 0)
         return handle_fail(kvd, -ENOTCONN, "%s", control_error(kvd->control));
-    if (control_hello(kvd->control)->resumed)
-        control_wake(kvd->control); /* requests may have waited in the ring all the time */
-    else
+    /* Resumed, nothing has changed; and Hello was wake-up enough for what waits in the ring. */
+    if (!control_hello(kvd->control)->resumed)
         r = adopt(kvd, &reply);
     control_reply_free(&reply);
     if (r < 0) {
@@ -508,20 +517,13 @@ int kvd_event_fd(const struct kvd *kvd)
     return handle_forked(kvd) ? -ECHILD : control_fd(kvd->control);
 }
 
-/* Reads what has arrived, unless another thread is at it; that one sees the wish when it is done.
- */
+/* Reads what has arrived, unless another thread is at it; that one sees the wish when it is done. */
 static int drain_socket(struct kvd *kvd)
 {
-    bool mine;
     int r = 0;
 
-    pthread_mutex_lock(&kvd->gate);
-    kvd->armed = ARMED_WANTED;
-    mine = !kvd->held;
-    if (mine)
-        kvd->held = true;
-    pthread_mutex_unlock(&kvd->gate);
-    if (!mine)
+    set_armed(kvd, ARMED_WANTED);
+    if (!handle_try_lock(kvd))
         return 0;
     if (control_drain(kvd->control) < 0)
         r = handle_fail(kvd, -ENOTCONN, "%s", control_error(kvd->control));
@@ -540,7 +542,11 @@ ssize_t kvd_drain(struct kvd *kvd)
         return -ECHILD;
     if (kvd->flags & KVD_NO_SHM)
         return handle_fail(kvd, -EOPNOTSUPP, "the handle was made with KVD_NO_SHM");
-    r = drain_socket(kvd);
     n = rings_take(kvd, NULL, 0);
+    r = n ? 0 : drain_socket(kvd);
+    if (!n)
+        n = rings_take(kvd, NULL, 0);
+    if (n)
+        set_armed(kvd, ARMED_NO); /* the caller knows */
     return n ? n : r;
 }

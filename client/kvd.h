@@ -123,10 +123,10 @@ int kvd_ping(struct kvd *kvd);
  * happens inside calls that talk to the daemon. */
 int kvd_event_fd(const struct kvd *kvd);
 
-/* Reads pending wake-ups without blocking, asks to be woken for the next completion, and returns the
- * number of completions that kvd_completions() would deliver. 0: poll kvd_event_fd(), which will become
- * readable even if another thread's call reads the wake-up. -ENOTCONN: the connection is lost; call
- * kvd_ping(), and take the new kvd_event_fd(). */
+/* Returns the number of completions that kvd_completions() would deliver. Only if there is none, reads
+ * pending wake-ups, without blocking, and asks to be woken for the next completion: after 0 poll
+ * kvd_event_fd(), which will become readable even if another thread's call reads the wake-up (then when that
+ * call is done). One thread at a time. -ENOTCONN: the connection is lost; call kvd_ping(), and take the new kvd_event_fd(). */
 ssize_t kvd_drain(struct kvd *kvd);
 
 /* ---- spaces ----------------------------------------------------------------------------------- */

@@ -172,7 +172,9 @@ static int run(struct kvd *kvd, struct batch *b)
         r = one_ringful(kvd, b);
     if (r < 0)
         batch_abandon(kvd, b);
-    orphans_send(kvd);
+    /* Whoever has the lock instead will do it when giving it back. */
+    if (atomic_load_explicit(&kvd->n_orphans, memory_order_relaxed) && handle_try_lock(kvd))
+        handle_unlock(kvd);
     return r;
 }
 

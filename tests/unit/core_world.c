@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include "core_check.h"
 #include "daemon/config.h"
 #include "daemon/guard.h"
 
@@ -133,96 +134,9 @@ void world_unpin(struct attach *a, const struct shm_pinned *pinned)
     shm_unpin(a->pool->index, a->map.addr, pinned, 1);
 }
 
-static uint32_t walk(const struct slot_list *l, const struct slot_link *links,
-                     const struct shm_slots *table, uint32_t state)
-{
-    uint32_t n = 0;
-
-    for (uint32_t s = l->first; s != SLOT_NONE; s = links[s].next, n++)
-        cr_assert_eq(table->slots[s].state, state);
-    cr_assert_eq(n, l->n);
-    return n;
-}
-
-static void check_index(struct pool *p)
-{
-    uint64_t used = 0, passed = 0, overflow = 0;
-    struct shm_table t = shm_table_of(p->index);
-
-    for (uint64_t i = 0; i <= t.mask; i++) {
-        struct shm_entry *e = &p->index->lines[i];
-        uint64_t word = shm_load64(&e->word);
-        struct shm_key key = {.group = (uint32_t)shm_load64(&e->scope)};
-
-        overflow += shm_load32(&e->overflow);
-        if (shm_word_state(word) == SHM_EMPTY)
-            continue;
-        used++;
-        cr_assert_neq(shm_word_state(word), SHM_LEAVING);
-        cr_assert_eq(p->table->slots[shm_word_slot(word)].line, i);
-        for (int k = 0; k < 4; k++) {
-            uint64_t x = shm_load64(&e->key[k]);
-
-            memcpy(key.hash + 8 * k, &x, 8);
-        }
-        passed += (i - shm_home(&t, &key)) & t.mask;
-    }
-    cr_assert_eq(used, p->count[SHM_SLOT_LIVE] + p->count[SHM_SLOT_RESERVED]);
-    cr_assert_eq(overflow, passed, "overflow counters have rotted");
-}
-
-static void check_pool(struct pool *p)
-{
-    uint32_t sum = 0, reserved = 0, counted[SHM_SLOT_QUARANTINED + 1] = {0}, children = 0,
-             links = 0;
-
-    for (uint32_t i = 0; i < p->slots; i++) {
-        const struct slot *s = &p->slot[i];
-
-        counted[p->table->slots[i].state]++;
-        children += s->children;
-        links += s->parent != SLOT_NONE && p->slot[s->parent].use == s->parent_use;
-        if (p->table->slots[i].state == SHM_SLOT_LIVE)
-            cr_assert_eq(s->queued, s->children == 0, "slot %u", i);
-    }
-    cr_assert_eq(children, links);
-    for (int i = 0; i <= SHM_SLOT_QUARANTINED; i++) {
-        cr_assert_eq(counted[i], p->count[i], "state %d: %u in the table, %u counted", i,
-                     counted[i], p->count[i]);
-        sum += p->count[i];
-    }
-    cr_assert_eq(sum, p->slots);
-    cr_assert_eq(walk(&p->free, p->links, p->table, SHM_SLOT_FREE), p->count[SHM_SLOT_FREE]);
-    cr_assert_eq(walk(&p->quarantine, p->links, p->table, SHM_SLOT_QUARANTINED),
-                 p->count[SHM_SLOT_QUARANTINED]);
-    for (struct list *i = p->attaches.next; i != &p->attaches; i = i->next)
-        reserved += walk(&list_entry(i, struct attach, in_pool)->reserved, p->links, p->table,
-                         SHM_SLOT_RESERVED);
-    cr_assert_eq(reserved, p->count[SHM_SLOT_RESERVED]);
-    check_index(p);
-}
-
-static void check_tenants(struct space *s)
-{
-    uint64_t resident = 0, live = 0, reserved = 0, held = 0;
-
-    for (size_t i = 0; i < s->tenants.size; i++)
-        if (s->tenants.table[i].used) {
-            resident += s->tenants.table[i].resident;
-            reserved += s->tenants.table[i].reserved;
-        }
-    for (uint32_t i = 0; i < s->n_pools; i++) {
-        live += s->pools[i]->count[SHM_SLOT_LIVE];
-        held += s->pools[i]->count[SHM_SLOT_RESERVED];
-    }
-    cr_assert_eq(resident, live);
-    cr_assert_eq(reserved, held);
-}
-
 void world_check(struct world *w)
 {
-    for (uint32_t i = 0; i < w->core->n_pools; i++)
-        check_pool(w->core->pools[i]);
-    for (uint32_t i = 0; i < w->core->n_spaces; i++)
-        check_tenants(&w->core->spaces[i]);
+    char why[512];
+
+    cr_assert_eq(core_check(w->core, why, sizeof(why)), 0, "%s", why);
 }
