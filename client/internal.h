@@ -27,6 +27,7 @@
 
 #include "client/control.h"
 #include "client/kvd.h"
+#include "client/options.h"
 #include "shm/layout.h"
 #include "shm/lookup.h"
 #include "shm/ring.h"
@@ -204,10 +205,6 @@ static inline bool handle_forked(const struct kvd *kvd)
 /* Sets the sentence of the handle and returns err. */
 int handle_fail(struct kvd *kvd, int err, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
-
-/* Copies min(size, own size) over the defaults in `own`. -EINVAL: no size, or a newer caller uses
- * fields that this version does not know. */
-int options_copy(void *own, size_t own_bytes, const void *given);
 
 uint64_t handle_deadline(const struct kvd *kvd);
 

@@ -7,6 +7,7 @@
  * made, and hashed in one go: nothing is allocated per block.
  */
 #include "kvd.h"
+#include "options.h"
 
 #include <errno.h>
 #include <limits.h>
@@ -320,12 +321,11 @@ static const struct scheme *find_scheme(const char *name)
     return NULL;
 }
 
-void kvd_hasher_options_init(struct kvd_hasher_options *options)
+void kvd_hasher_options_init(struct kvd_hasher_options *options, size_t size)
 {
-    *options = (struct kvd_hasher_options){
-        .size = sizeof(*options),
-        .block_tokens = 16,
-    };
+    const struct kvd_hasher_options own = {.block_tokens = 16};
+
+    options_init(options, size, &own, sizeof(own));
 }
 
 /* An option that a scheme has no place for would give keys that look right and never hit. */
@@ -362,7 +362,7 @@ static int check_options(const struct kvd_hasher_options *options, const struct 
 {
     const struct scheme *scheme;
 
-    if (!options || options->size != sizeof(*options) || !options->scheme)
+    if (!options->scheme)
         return -EINVAL;
     scheme = find_scheme(options->scheme);
     if (!scheme)
@@ -528,12 +528,15 @@ static int hasher_setup(struct kvd_hasher *hasher, const struct kvd_hasher_optio
     return make_root(hasher, options);
 }
 
-int kvd_hasher_new(const struct kvd_hasher_options *options, struct kvd_hasher **ret_hasher)
+int kvd_hasher_new(const struct kvd_hasher_options *given, struct kvd_hasher **ret_hasher)
 {
+    struct kvd_hasher_options own = {.block_tokens = 16}, *options = &own;
     const struct scheme *scheme;
     struct kvd_hasher *hasher;
-    int r = check_options(options, &scheme);
+    int r = given && ret_hasher ? options_copy(&own, sizeof(own), given) : -EINVAL;
 
+    if (r == 0)
+        r = check_options(options, &scheme);
     if (r < 0)
         return r;
     hasher = calloc(1, sizeof(*hasher));

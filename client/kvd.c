@@ -34,28 +34,12 @@ const char *kvd_version(void)
 /* ---- options ----------------------------------------------------------------------------------
  */
 
-int options_copy(void *own, size_t own_bytes, const void *given)
+void kvd_options_init(struct kvd_options *options, size_t size)
 {
-    size_t bytes = *(const size_t *)given;
+    const struct kvd_options own = {
+        .timeout_ms = TIMEOUT_MS, .spin_us = SPIN_US, .ring_entries = RING_ENTRIES};
 
-    if (bytes < sizeof(bytes))
-        return -EINVAL;
-    for (size_t i = own_bytes; i < bytes; i++)
-        if (((const char *)given)[i])
-            return -EINVAL;
-    memcpy(own, given, bytes < own_bytes ? bytes : own_bytes);
-    *(size_t *)own = own_bytes;
-    return 0;
-}
-
-void kvd_options_init(struct kvd_options *options)
-{
-    *options = (struct kvd_options){
-        .size = sizeof(*options),
-        .timeout_ms = TIMEOUT_MS,
-        .spin_us = SPIN_US,
-        .ring_entries = RING_ENTRIES,
-    };
+    options_init(options, size, &own, sizeof(own));
 }
 
 static int check_options(const struct kvd_options *o)
@@ -432,7 +416,7 @@ int kvd_connect(const struct kvd_options *options, struct kvd **ret_kvd)
     struct kvd *kvd = NULL;
     int r = ret_kvd ? 0 : -EINVAL;
 
-    kvd_options_init(&o);
+    kvd_options_init(&o, sizeof(o));
     if (r == 0 && options)
         r = options_copy(&o, sizeof(o), options);
     if (r == 0)

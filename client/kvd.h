@@ -75,7 +75,7 @@ struct kvd_space; /* one opened space of a session */
 struct kvd_pool;  /* one pool of an opened space; owned by the space */
 
 struct kvd_options {
-    size_t size;              /* sizeof(struct kvd_options), set by kvd_options_init() */
+    size_t size;              /* sizeof(struct kvd_options), as told to kvd_options_init() */
     const char *socket;       /* path; NULL: $KVD_SOCKET, else /run/kvd/kvd.sock */
     const char *client;       /* shown by `kvctl sessions`; NULL: the program's name */
     const void *engine_token; /* sessions that give the same bytes are one engine: they may use */
@@ -94,8 +94,9 @@ enum {
     KVD_NO_SHM = 1 << 0,
 };
 
-/* Fills in the defaults. Call it before setting fields. */
-void kvd_options_init(struct kvd_options *options);
+/* Fills in the defaults. Call it before setting fields, with sizeof(*options): a later library, whose struct
+ * has more fields at its end, then knows how far yours goes. */
+void kvd_options_init(struct kvd_options *options, size_t size);
 
 /* Attaches this process. `options` may be NULL (defaults). The handle must be closed with kvd_close().
  * -ENOENT/-ECONNREFUSED: no daemon at that socket; -EACCES: the socket's mode forbids it; -EPROTO: that
@@ -132,7 +133,7 @@ ssize_t kvd_drain(struct kvd *kvd);
 /* ---- spaces ----------------------------------------------------------------------------------- */
 
 struct kvd_space_options {
-    size_t size;              /* sizeof(struct kvd_space_options), set by kvd_space_options_init() */
+    size_t size;              /* sizeof(struct kvd_space_options), as told to kvd_space_options_init() */
     const char *scheme;       /* key scheme this worker uses, e.g. "vllm-sha256-cbor"; NULL: opaque keys */
     const void *first_parent; /* with a scheme: the bytes before the first block (may be empty, <= 32) */
     size_t first_parent_len;
@@ -143,7 +144,7 @@ struct kvd_space_options {
     uint32_t write;           /* 1: also map writable, reserve and commit; needs the role writer. Default 0 */
 };
 
-void kvd_space_options_init(struct kvd_space_options *options);
+void kvd_space_options_init(struct kvd_space_options *options, size_t size);
 
 /* Opens a space by name and maps its pools. `options` may be NULL. -ENOENT: no such space on this socket;
  * -EACCES: role; -EPROTOTYPE: scheme, test vector or identity differ (the message says how). */
@@ -438,7 +439,7 @@ struct kvd_mm_item { /* a multimodal item of a vLLM request */
 };
 
 struct kvd_hasher_options {
-    size_t size; /* sizeof(struct kvd_hasher_options), set by kvd_hasher_options_init() */
+    size_t size; /* sizeof(struct kvd_hasher_options), as told to kvd_hasher_options_init() */
     const char *scheme;
     uint32_t block_tokens;    /* default 16 */
     uint32_t group;           /* copied into every key */
@@ -452,7 +453,7 @@ struct kvd_hasher_options {
     size_t mm_count;
 };
 
-void kvd_hasher_options_init(struct kvd_hasher_options *options);
+void kvd_hasher_options_init(struct kvd_hasher_options *options, size_t size);
 
 /* -ENOTSUP: unknown scheme; -EINVAL: xxhash without seed or first_parent, bad sizes. */
 int kvd_hasher_new(const struct kvd_hasher_options *options, struct kvd_hasher **ret_hasher);

@@ -12,9 +12,11 @@ enum {
     TRIES = 2, /* the session may be lost half-way through opening; not each time */
 };
 
-void kvd_space_options_init(struct kvd_space_options *options)
+void kvd_space_options_init(struct kvd_space_options *options, size_t size)
 {
-    *options = (struct kvd_space_options){.size = sizeof(*options), .part_mask = UINT64_MAX};
+    const struct kvd_space_options own = {.part_mask = UINT64_MAX};
+
+    options_init(options, size, &own, sizeof(own));
 }
 
 /* ---- the struct -------------------------------------------------------------------------------
@@ -78,7 +80,7 @@ static int space_new(struct kvd *kvd, const char *name, const struct kvd_space_o
     struct kvd_space_options o;
     int r = s ? 0 : -ENOMEM;
 
-    kvd_space_options_init(&o);
+    kvd_space_options_init(&o, sizeof(o));
     if (r == 0 && options)
         r = options_copy(&o, sizeof(o), options);
     if (r == 0)

@@ -319,7 +319,7 @@ static bool run_chain(const struct report *report, const struct chain *chain, ui
 
     if (!read_tokens(report, chain->tokens, tokens) || !read_mm(report, chain->mm, items))
         return false;
-    kvd_hasher_options_init(&options);
+    kvd_hasher_options_init(&options, sizeof(options));
     options.scheme = scheme_name(chain);
     if (!options.scheme)
         return fail(report, "unsupported here: hash \"%s\"", chain->hash ? chain->hash : "");

@@ -355,7 +355,7 @@ static int open_space(struct worker *w, const char *space)
     struct kvd_key vector;
     int r;
 
-    kvd_space_options_init(&o);
+    kvd_space_options_init(&o, sizeof(o));
     o.scheme = "vllm-sha256-cbor";
     o.first_parent = parent;
     o.first_parent_len = kvd_hasher_first_parent(w->hasher, parent, sizeof(parent));
@@ -395,13 +395,13 @@ static int attach(struct worker *w, const char *socket, const char *space)
     struct kvd_options o;
     int r;
 
-    kvd_hasher_options_init(&h);
+    kvd_hasher_options_init(&h, sizeof(h));
     h.scheme = "vllm-sha256-cbor";
     h.block_tokens = w->config.block_tokens;
     r = kvd_hasher_new(&h, &w->hasher);
     if (r < 0)
         return complain(w, "hasher", r);
-    kvd_options_init(&o);
+    kvd_options_init(&o, sizeof(o));
     o.socket = socket;
     o.client = "engine-worker";
     r = kvd_connect(&o, &w->kvd);

@@ -45,7 +45,7 @@ static struct kvd_options options(void)
 {
     struct kvd_options o;
 
-    kvd_options_init(&o);
+    kvd_options_init(&o, sizeof(o));
     o.socket = f->path;
     o.ring_entries = 16;
     return o;
@@ -62,7 +62,7 @@ static int open_with(uint64_t mask, uint32_t write)
 {
     struct kvd_space_options o;
 
-    kvd_space_options_init(&o);
+    kvd_space_options_init(&o, sizeof(o));
     o.part_mask = mask;
     o.write = write;
     return kvd_space_open(kvd, "model", &o, &space);
@@ -510,7 +510,7 @@ Test(client_space, refusals_reach_the_caller)
     attach();
     cr_assert_eq(kvd_space_open(kvd, "other", NULL, &space), -ENOENT);
     cr_assert_str_eq(kvd_last_error(kvd), "no space of that name");
-    kvd_space_options_init(&o);
+    kvd_space_options_init(&o, sizeof(o));
     o.identity = "wrong";
     cr_assert_eq(kvd_space_open(kvd, "model", &o, &space), -EPROTOTYPE);
     o.identity = "right";

@@ -32,7 +32,7 @@ static void start(uint32_t timeout_ms, uint32_t spin_us)
 
     alarm(60);
     f = fake_start();
-    kvd_options_init(&o);
+    kvd_options_init(&o, sizeof(o));
     o.socket = f->path;
     o.ring_entries = RING;
     o.timeout_ms = timeout_ms;
@@ -41,7 +41,7 @@ static void start(uint32_t timeout_ms, uint32_t spin_us)
         r = kvd_connect(&o, &kvd);
     while (r == -ETIMEDOUT); /* a loaded machine is no failure */
     cr_assert_eq(r, 0, "%s", kvd_last_error(NULL));
-    kvd_space_options_init(&s);
+    kvd_space_options_init(&s, sizeof(s));
     s.write = 1;
     do
         r = kvd_space_open(kvd, "model", &s, &space);

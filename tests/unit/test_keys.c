@@ -104,7 +104,7 @@ static struct kvd_hasher_options options_of(const char *scheme)
 {
     struct kvd_hasher_options options;
 
-    kvd_hasher_options_init(&options);
+    kvd_hasher_options_init(&options, sizeof(options));
     options.scheme = scheme;
     if (strcmp(scheme, "vllm-xxhash-cbor") == 0)
         options.seed = "0";
@@ -590,7 +590,7 @@ Test(keys, options_that_do_not_fit_are_refused)
     REFUSED(-ENOTSUP, "vllm-sha512", (void)0);
     REFUSED(-ENOTSUP, "", (void)0);
     REFUSED(-EINVAL, "sglang", options.scheme = NULL);
-    REFUSED(-EINVAL, "sglang", options.size--);
+    REFUSED(-EINVAL, "sglang", options.size = 0);
     REFUSED(-EINVAL, "sglang", options.block_tokens = 0);
     REFUSED(-EINVAL, "sglang", options.block_tokens = 65537);
     REFUSED(-EINVAL, "sglang", options.seed = "0");
