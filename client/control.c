@@ -49,8 +49,7 @@ struct control {
     char error[512];
 };
 
-/* ---- errors -----------------------------------------------------------------------------------
- */
+/* ---- errors */
 
 __attribute__((format(printf, 3, 4))) static int fail(struct control *c, int err,
                                                       const char *format, ...)
@@ -94,8 +93,7 @@ const char *control_error(const struct control *c)
     return c->error[0] ? c->error : "no error";
 }
 
-/* ---- making -----------------------------------------------------------------------------------
- */
+/* ---- making */
 
 uint64_t control_deadline(uint32_t timeout_ms)
 {
@@ -192,8 +190,7 @@ void control_hang_up(struct control *c)
     lose(c);
 }
 
-/* ---- sending ----------------------------------------------------------------------------------
- */
+/* ---- sending */
 
 /* The caller holds send_lock. */
 static int wake_locked(struct control *c)
@@ -301,8 +298,7 @@ int control_post(struct control *c, Kvd__Proto__Request *request)
     return r;
 }
 
-/* ---- receiving --------------------------------------------------------------------------------
- */
+/* ---- receiving */
 
 static int read_frame(struct control *c, uint64_t deadline_ns, struct frame *ret_frame,
                       struct control_reply *reply)
@@ -393,8 +389,7 @@ int control_drain(struct control *c)
     return r == -ETIMEDOUT ? 0 : r;
 }
 
-/* ---- calls ------------------------------------------------------------------------------------
- */
+/* ---- calls */
 
 int control_take_fd(struct control_reply *reply, unsigned i)
 {
@@ -482,8 +477,7 @@ int control_call(struct control *c, Kvd__Proto__Request *request,
     return r;
 }
 
-/* ---- connecting -------------------------------------------------------------------------------
- */
+/* ---- connecting */
 
 static int connect_failed(struct control *c, int err)
 {

@@ -70,7 +70,7 @@ static bool forked(const struct kvd_copier *copier)
     return !*copier->alive;
 }
 
-/* ---- copying --------------------------------------------------------------------------------- */
+/* ---- copying */
 
 static void copy_all(const struct kvd_copy *copy)
 {
@@ -137,7 +137,7 @@ void kvd_copier_stop(struct kvd_copier *copier)
     pthread_mutex_unlock(&copier->lock);
 }
 
-/* ---- submitting and draining ----------------------------------------------------------------- */
+/* ---- submitting and draining */
 
 static bool valid(const struct kvd_copy *copy)
 {
@@ -234,7 +234,7 @@ int kvd_copier_event_fd(const struct kvd_copier *copier)
     return forked(copier) ? -ECHILD : copier->event_fd;
 }
 
-/* ---- life ------------------------------------------------------------------------------------ */
+/* ---- life */
 
 static int map_alive(struct kvd_copier *copier)
 {

@@ -59,8 +59,7 @@ ssize_t kvd_observe(struct kvd_pool *pool, const struct kvd_key *keys, size_t n)
     return rings_observe(pool, keys, n);
 }
 
-/* ---- pinsets ----------------------------------------------------------------------------------
- */
+/* ---- pinsets */
 
 static int grow(struct kvd_pinset *set, size_t more)
 {

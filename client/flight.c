@@ -18,8 +18,7 @@ enum {
     ABORT_TICKETS = 64,
 };
 
-/* ---- making -----------------------------------------------------------------------------------
- */
+/* ---- making */
 
 static void rebuild_free(struct rings *r)
 {
@@ -79,8 +78,7 @@ void rings_free(struct rings *r, bool forked)
     *r = (struct rings){.done_first = NO_FLIGHT, .done_last = NO_FLIGHT, .free_first = NO_FLIGHT};
 }
 
-/* ---- orphans ----------------------------------------------------------------------------------
- */
+/* ---- orphans */
 
 /* The caller holds ring_lock. Without memory the slot stays reserved until the session ends. */
 static void orphan(struct kvd *kvd, uint32_t pool, uint64_t ticket)
@@ -150,8 +148,7 @@ void orphans_send(struct kvd *kvd)
     }
 }
 
-/* ---- flights ----------------------------------------------------------------------------------
- */
+/* ---- flights */
 
 static void flight_put(struct rings *r, struct flight *f)
 {
@@ -275,8 +272,7 @@ static int collect(struct kvd *kvd)
     return 0;
 }
 
-/* ---- a session ends ---------------------------------------------------------------------------
- */
+/* ---- a session ends */
 
 static void fail_batch(struct flight *f)
 {
@@ -358,8 +354,7 @@ void rings_replace(struct kvd *kvd, struct rings *fresh)
     rings_free(&old, false);
 }
 
-/* ---- posting ----------------------------------------------------------------------------------
- */
+/* ---- posting */
 
 static uint32_t room(const struct rings *r, const struct batch *b, uint32_t most)
 {
@@ -466,8 +461,7 @@ ssize_t batch_post(struct kvd *kvd, struct batch *b)
     return n;
 }
 
-/* ---- waiting ----------------------------------------------------------------------------------
- */
+/* ---- waiting */
 
 /* Acquire: the answers were written before they were counted. Pairs with answer_batch(). */
 static bool batch_done(const struct batch *b)
@@ -544,8 +538,7 @@ void rings_expect_none(struct kvd *kvd)
     pthread_mutex_unlock(&kvd->ring_lock);
 }
 
-/* ---- completions ------------------------------------------------------------------------------
- */
+/* ---- completions */
 
 static void done_pop(struct rings *r, struct kvd_completion *ret)
 {
@@ -581,8 +574,7 @@ ssize_t rings_take(struct kvd *kvd, struct kvd_completion *ret, size_t n)
     return taken || !err ? taken : err;
 }
 
-/* ---- observations -----------------------------------------------------------------------------
- */
+/* ---- observations */
 
 /* They have no answer and wake nobody, so a ring full of them could stay full: they get half of it.
  */

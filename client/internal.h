@@ -42,8 +42,7 @@ _Static_assert((int)KVD_RAM == (int)SHM_FOUND_RAM && (int)KVD_NVME == (int)SHM_F
                    (int)KVD_PENDING == (int)SHM_FOUND_PENDING,
                "states are handed through");
 
-/* ---- views: memory of a pool as it was mapped at one time ---------------------------------------
- */
+/* ---- views: memory of a pool as it was mapped at one time */
 
 /* Numbered by the order of their making; a number is never used again, so a reference to a view
  * that is gone finds nothing. The struct lives as long as the handle, its mappings until nobody
@@ -70,8 +69,7 @@ struct view_table {
     struct view *view[];
 };
 
-/* ---- requests in flight
- * -------------------------------------------------------------------------- */
+/* ---- requests in flight */
 
 struct batch;
 
@@ -117,8 +115,7 @@ struct rings {
     uint32_t n_done;
 };
 
-/* ---- the handle
- * ----------------------------------------------------------------------------------- */
+/* ---- the handle */
 
 /* What kvd_drain() has promised to whoever polls the event fd. */
 enum armed {
@@ -199,8 +196,7 @@ static inline bool handle_forked(const struct kvd *kvd)
     return !atomic_load_explicit(kvd->alive, memory_order_relaxed);
 }
 
-/* ---- kvd.c
- * ------------------------------------------------------------------------------------------ */
+/* ---- kvd.c */
 
 /* Sets the sentence of the handle and returns err. */
 int handle_fail(struct kvd *kvd, int err, const char *format, ...)
@@ -233,8 +229,7 @@ int handle_round_trip(struct kvd *kvd, struct kvd_space *space, Kvd__Proto__Requ
                       Kvd__Proto__Response__BodyCase expect, unsigned flags,
                       struct control_reply *ret_reply);
 
-/* ---- view.c
- * ----------------------------------------------------------------------------------------- */
+/* ---- view.c */
 
 /* Maps a whole descriptor: a segment of that kind, made by this daemon. -EPROTO: it is not. */
 int map_segment(int fd, enum shm_kind kind, const uint8_t instance[16], enum segment_view view,
@@ -259,8 +254,7 @@ void views_reap(struct kvd *kvd);
 /* Takes all pins back and unmaps everything; `forked`: frees memory only. */
 void views_free(struct kvd *kvd, bool forked);
 
-/* ---- space.c
- * ---------------------------------------------------------------------------------------- */
+/* ---- space.c */
 
 /* Frees the struct and what it owns, but not its views. */
 void space_free(struct kvd_space *space);
@@ -268,14 +262,12 @@ void space_free(struct kvd_space *space);
 /* 0; -ECHILD, -EOPNOTSUPP (nothing mapped), -EINVAL. The pool's view is mapped when 0. */
 int pool_check(const struct kvd_pool *pool);
 
-/* ---- data.c
- * ----------------------------------------------------------------------------------------- */
+/* ---- data.c */
 
 /* The handle goes, pinsets may stay. */
 void pinsets_detach(struct kvd *kvd);
 
-/* ---- flight.c
- * --------------------------------------------------------------------------------------- */
+/* ---- flight.c */
 
 /* What is posted together. One of `reserve` and `commits` is set. */
 struct batch {

@@ -101,7 +101,7 @@ struct kvd_hasher {
     size_t key_room;
 };
 
-/* ---- canonical CBOR (RFC 8949, 4.2.1): shortest heads, definite lengths ---------------------- */
+/* ---- canonical CBOR (RFC 8949, 4.2.1): shortest heads, definite lengths */
 
 static uint8_t *put_be(uint8_t *p, uint64_t value, unsigned bytes)
 {
@@ -165,7 +165,7 @@ static uint8_t *cbor_put_difference(uint8_t *p, uint64_t offset, uint64_t start)
     return cbor_put_head(p, CBOR_NINT, start - offset - 1);
 }
 
-/* ---- vLLM: [parent, [tokens...], extra] ------------------------------------------------------ */
+/* ---- vLLM: [parent, [tokens...], extra] */
 
 static bool mm_touches(const struct mm_item *item, uint64_t start, uint64_t end)
 {
@@ -232,7 +232,7 @@ static size_t vllm_encode(struct kvd_hasher *hasher, const struct block *block)
     return (size_t)(p - hasher->scratch);
 }
 
-/* ---- SGLang: parent || tokens ---------------------------------------------------------------- */
+/* ---- SGLang: parent || tokens */
 
 static size_t sglang_encode(struct kvd_hasher *hasher, const struct block *block)
 {
@@ -255,7 +255,7 @@ static uint8_t *sglang_put_part(uint8_t *p, const char *part)
     return put_raw(p, part, len);
 }
 
-/* ---- hashing --------------------------------------------------------------------------------- */
+/* ---- hashing */
 
 static int hash_sha256(struct kvd_hasher *hasher, size_t n, uint8_t *ret)
 {
@@ -304,7 +304,7 @@ static int hash_full_blocks(struct kvd_hasher *hasher)
     return 0;
 }
 
-/* ---- making a hasher ------------------------------------------------------------------------- */
+/* ---- making a hasher */
 
 static const struct scheme schemes[] = {
     {"vllm-sha256-cbor", 32, vllm_encode, true, false},
@@ -568,7 +568,7 @@ void kvd_hasher_free(struct kvd_hasher *hasher)
     free(hasher);
 }
 
-/* ---- the sequence ---------------------------------------------------------------------------- */
+/* ---- the sequence */
 
 /* Makes room for `need` elements in the array whose pointer is at `array`: at least half as much
  * again as before, so that appending one by one stays linear. */

@@ -31,8 +31,7 @@ const char *kvd_version(void)
     return KVD_VERSION;
 }
 
-/* ---- options ----------------------------------------------------------------------------------
- */
+/* ---- options */
 
 void kvd_options_init(struct kvd_options *options, size_t size)
 {
@@ -54,8 +53,7 @@ static int check_options(const struct kvd_options *o)
     return o->timeout_ms ? 0 : -EINVAL;
 }
 
-/* ---- the sentence -----------------------------------------------------------------------------
- */
+/* ---- the sentence */
 
 int handle_fail(struct kvd *kvd, int err, const char *format, ...)
 {
@@ -84,8 +82,7 @@ const char *kvd_last_error(const struct kvd *kvd)
     return shown_error;
 }
 
-/* ---- locking the control connection -------------------------------------------------------------
- */
+/* ---- locking the control connection */
 
 uint64_t handle_deadline(const struct kvd *kvd)
 {
@@ -185,8 +182,7 @@ void handle_unlock(struct kvd *kvd)
     } while (!release(kvd));
 }
 
-/* ---- coming back ------------------------------------------------------------------------------
- */
+/* ---- coming back */
 
 /* Another session than before, or another daemon: what the numbers of the spaces stood for is gone.
  * A session without shared memory has nothing but numbers, and the same daemon still knows them. */
@@ -291,8 +287,7 @@ int handle_round_trip(struct kvd *kvd, struct kvd_space *space, Kvd__Proto__Requ
     return r;
 }
 
-/* ---- making and closing -------------------------------------------------------------------------
- */
+/* ---- making and closing */
 
 /* The answer to a Reserve that came too late: what it grants is for nobody. */
 static void on_late(void *arg, const Kvd__Proto__Response *response)
@@ -476,8 +471,7 @@ void kvd_close(struct kvd *kvd)
     handle_free(kvd, false);
 }
 
-/* ---- control calls of the handle itself ---------------------------------------------------------
- */
+/* ---- control calls of the handle itself */
 
 int kvd_ping(struct kvd *kvd)
 {

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Structs of options that grow at their end: the caller's may be of an older or a newer library. The first
- * field is always its size_t size. */
+/* Structs of options that grow at their end: the caller's may be of an older or a newer library.
+ * The first field is always its size_t size. */
 #ifndef KVD_CLIENT_OPTIONS_H
 #define KVD_CLIENT_OPTIONS_H
 
@@ -18,8 +18,8 @@ static inline void options_init(void *options, size_t size, const void *own, siz
     memcpy(options, &size, sizeof(size));
 }
 
-/* Copies what the caller has set over the defaults in `own`. -EINVAL: no size (the init function was not
- * called), or a newer caller uses fields that this version does not know. */
+/* Copies what the caller has set over the defaults in `own`. -EINVAL: no size (the init function
+ * was not called), or a newer caller uses fields that this version does not know. */
 static inline int options_copy(void *own, size_t own_bytes, const void *given)
 {
     size_t bytes;

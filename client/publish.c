@@ -11,8 +11,7 @@ enum {
     UNANSWERED = 1,       /* status of a commit; an answer is 0 or negative */
 };
 
-/* ---- arguments --------------------------------------------------------------------------------
- */
+/* ---- arguments */
 
 static int check_writer(struct kvd_pool *pool)
 {
@@ -64,8 +63,7 @@ static int check_commits(struct kvd_pool *pool, const struct kvd_commit *commits
     return 0;
 }
 
-/* ---- posting and waiting ------------------------------------------------------------------------
- */
+/* ---- posting and waiting */
 
 /* A connection that is known to be dead is made again before anything is posted: afterwards the
  * space may be stale, and the caller should hear that. */
@@ -178,8 +176,7 @@ static int run(struct kvd *kvd, struct batch *b)
     return r;
 }
 
-/* ---- reserve and commit -------------------------------------------------------------------------
- */
+/* ---- reserve and commit */
 
 ssize_t kvd_reserve(struct kvd_pool *pool, const struct kvd_reserve *request,
                     struct kvd_reservation *ret)
@@ -282,8 +279,7 @@ ssize_t kvd_completions(struct kvd *kvd, struct kvd_completion *ret, size_t n)
     return r;
 }
 
-/* ---- abort ------------------------------------------------------------------------------------
- */
+/* ---- abort */
 
 static ssize_t abort_some(struct kvd_pool *pool, const uint64_t *tickets, size_t n)
 {

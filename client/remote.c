@@ -36,8 +36,7 @@ static void put_key(Kvd__Proto__Key *to, const struct kvd_key *from)
     to->group = from->group;
 }
 
-/* ---- lookup -----------------------------------------------------------------------------------
- */
+/* ---- lookup */
 
 static int take_states(struct kvd *kvd, const Kvd__Proto__LookupReply *reply, size_t n,
                        uint8_t *states)
@@ -113,8 +112,7 @@ ssize_t kvd_remote_lookup(struct kvd_pool *pool, const struct kvd_key *keys, siz
     return (ssize_t)leading;
 }
 
-/* ---- get --------------------------------------------------------------------------------------
- */
+/* ---- get */
 
 struct getting {
     struct kvd_pool *pool;
@@ -308,8 +306,7 @@ ssize_t kvd_remote_get(struct kvd_pool *pool, const struct kvd_key *key, uint32_
     return (ssize_t)g.length;
 }
 
-/* ---- put --------------------------------------------------------------------------------------
- */
+/* ---- put */
 
 struct putting {
     struct kvd_pool *pool;

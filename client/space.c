@@ -19,8 +19,7 @@ void kvd_space_options_init(struct kvd_space_options *options, size_t size)
     options_init(options, size, &own, sizeof(own));
 }
 
-/* ---- the struct -------------------------------------------------------------------------------
- */
+/* ---- the struct */
 
 void space_free(struct kvd_space *space)
 {
@@ -97,8 +96,7 @@ static int space_new(struct kvd *kvd, const char *name, const struct kvd_space_o
     return 0;
 }
 
-/* ---- what the daemon says of a pool -------------------------------------------------------------
- */
+/* ---- what the daemon says of a pool */
 
 /* Within these bounds, no product of the numbers overflows. */
 static bool pool_sane(const Kvd__Proto__PoolInfo *p)
@@ -136,8 +134,7 @@ static void copy_info(const Kvd__Proto__PoolInfo *from, struct kvd_pool_info *to
     snprintf(to->backing, sizeof(to->backing), "%s", from->backing);
 }
 
-/* ---- opening and refreshing: first plan, then do what can fail, then change the space
- * ------------- */
+/* ---- opening and refreshing: first plan, then do what can fail, then change the space */
 
 struct planned {
     struct kvd_pool_info info;
@@ -461,8 +458,7 @@ void kvd_space_close(struct kvd_space *space)
     space_free(space);
 }
 
-/* ---- epochs -----------------------------------------------------------------------------------
- */
+/* ---- epochs */
 
 uint32_t kvd_space_epoch(const struct kvd_space *space)
 {
@@ -525,8 +521,7 @@ int kvd_space_current(const struct kvd_space *space)
     return 0;
 }
 
-/* ---- pools ------------------------------------------------------------------------------------
- */
+/* ---- pools */
 
 int kvd_pool_get(struct kvd_space *space, const char *name, struct kvd_pool **ret_pool)
 {

@@ -40,8 +40,7 @@ int map_segment(int fd, enum shm_kind kind, const uint8_t instance[16], enum seg
     return 0;
 }
 
-/* ---- making -----------------------------------------------------------------------------------
- */
+/* ---- making */
 
 struct making {
     struct kvd_space *space;
@@ -286,8 +285,7 @@ void view_free(struct view *view)
     free_memory(view);
 }
 
-/* ---- the table --------------------------------------------------------------------------------
- */
+/* ---- the table */
 
 static struct view_table *table_grow(struct kvd *kvd, struct view_table *old)
 {

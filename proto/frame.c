@@ -36,7 +36,7 @@ static void close_fds(const int *fds, unsigned n)
             close(fds[i]);
 }
 
-/* ---- control messages ------------------------------------------------------------------------ */
+/* ---- control messages */
 
 /* Collects the descriptors of one SCM_RIGHTS message, and closes those that are too many. */
 static int collect_rights(const struct cmsghdr *c, int fds[FRAME_MAX_FDS], unsigned *n)
@@ -96,7 +96,7 @@ int frame_take_control(struct msghdr *msg, unsigned max_fds, int fds[FRAME_MAX_F
     return 0;
 }
 
-/* ---- receiving ------------------------------------------------------------------------------- */
+/* ---- receiving */
 
 static void drop_fds(struct frame_fds *f)
 {
@@ -320,7 +320,7 @@ int frame_take_fd(struct frame *frame, unsigned i)
     return fd;
 }
 
-/* ---- unpacking ------------------------------------------------------------------------------- */
+/* ---- unpacking */
 
 static void *budget_alloc(void *data, size_t size)
 {
@@ -365,7 +365,7 @@ void frame_unpack_free(ProtobufCMessage *message, struct frame_budget *budget)
         protobuf_c_message_free_unpacked(message, &budget->allocator);
 }
 
-/* ---- sending --------------------------------------------------------------------------------- */
+/* ---- sending */
 
 static void close_out_fds(struct frame_out *out)
 {
@@ -547,7 +547,7 @@ int frame_queue_flush(struct frame_queue *queue, int sock)
     return queue->first ? -EAGAIN : 0;
 }
 
-/* ---- with a deadline ------------------------------------------------------------------------- */
+/* ---- with a deadline */
 
 uint64_t frame_clock(void)
 {

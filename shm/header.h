@@ -9,8 +9,8 @@
 void shm_header_fill(struct shm_header *h, enum shm_kind kind, uint64_t bytes, uint64_t count,
                      const uint8_t instance[16]);
 
-/* -EPROTO: not a kvd segment or of another kind; -EPROTONOSUPPORT: another layout version; -ERANGE: the
- * header promises more than `mapped_bytes`, or than `count` needs. */
+/* -EPROTO: not a kvd segment or of another kind; -EPROTONOSUPPORT: another layout version; -ERANGE:
+ * the header promises more than `mapped_bytes`, or than `count` needs. */
 int shm_header_check(const struct shm_header *h, enum shm_kind kind, uint64_t mapped_bytes);
 
 #endif

@@ -1,8 +1,9 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Reading an index: hashing, comparing, probing. Shared by the daemon and the library; changes nothing.
+/* Reading an index: hashing, comparing, probing. Shared by the daemon and the library; changes
+ * nothing.
  *
- * All of this is inline and branch-poor because the product is measured by it: a resident key must cost
- * little more than the cache miss of its line. */
+ * All of this is inline and branch-poor because the product is measured by it: a resident key must
+ * cost little more than the cache miss of its line. */
 #ifndef KVD_SHM_INDEX_H
 #define KVD_SHM_INDEX_H
 
@@ -23,8 +24,8 @@
 #include <emmintrin.h>
 #endif
 
-/* How far ahead a loop over keys prefetches index lines: enough to cover a cache miss, few enough for the
- * line fill buffers. A power of two. */
+/* How far ahead a loop over keys prefetches index lines: enough to cover a cache miss, few enough
+ * for the line fill buffers. A power of two. */
 #define SHM_AHEAD 16u
 
 static inline uint64_t shm_load64(const _Atomic uint64_t *p)
@@ -64,10 +65,10 @@ static inline struct shm_table shm_table_of(const struct shm_index *index)
                               .shift = (unsigned int)__builtin_clzll(mask)};
 }
 
-/* The line where a key's probe begins: the top bits of a product, each of which depends on all bits of
- * both factors. All 36 bytes count, since opaque keys may differ in the last one only; keys of real
- * schemes are hashes already. The seed is random per index, so nobody outside can aim many keys at one
- * line. */
+/* The line where a key's probe begins: the top bits of a product, each of which depends on all bits
+ * of both factors. All 36 bytes count, since opaque keys may differ in the last one only; keys of
+ * real schemes are hashes already. The seed is random per index, so nobody outside can aim many
+ * keys at one line. */
 static inline uint64_t shm_home(const struct shm_table *t, const struct shm_key *key)
 {
     uint64_t a = (shm_key_word(key, 0) ^ t->seed0) + shm_key_word(key, 2);
@@ -76,8 +77,8 @@ static inline uint64_t shm_home(const struct shm_table *t, const struct shm_key 
     return (a * b) >> t->shift;
 }
 
-/* Does the line hold this key in this epoch? The bytes may change meanwhile: whoever acts on the answer
- * re-reads the word. */
+/* Does the line hold this key in this epoch? The bytes may change meanwhile: whoever acts on the
+ * answer re-reads the word. */
 static inline bool shm_entry_is(const struct shm_entry *e, const struct shm_key *key,
                                 uint32_t epoch)
 {
@@ -98,16 +99,17 @@ static inline bool shm_entry_is(const struct shm_entry *e, const struct shm_key 
 #endif
 }
 
-/* What a probe found: the line that holds the key, NULL if it is not there, and its word, loaded (acquire,
- * R1) before the key was compared; never EMPTY. Returned by value, so that both stay in registers. */
+/* What a probe found: the line that holds the key, NULL if it is not there, and its word, loaded
+ * (acquire, R1) before the key was compared; never EMPTY. Returned by value, so that both stay in
+ * registers. */
 struct shm_hit {
     const struct shm_entry *entry;
     uint64_t word;
 };
 
 /* The rest of a probe whose first line, `e`, is not it. Out of line: it is the rarer case. */
-struct shm_hit shm_probe_on(const struct shm_entry *lines, uint64_t mask,
-                            const struct shm_entry *e, const struct shm_key *key, uint32_t epoch);
+struct shm_hit shm_probe_on(const struct shm_entry *lines, uint64_t mask, const struct shm_entry *e,
+                            const struct shm_key *key, uint32_t epoch);
 
 /* Looks for a key from `home`, its home line, on. */
 static inline struct shm_hit shm_probe(const struct shm_table *t, const struct shm_entry *home,

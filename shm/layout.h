@@ -7,68 +7,73 @@
  *   core      1 per daemon           daemon writes          every session reads
  *   index     1 per pool             daemon writes          sessions of the space read
  *   meta      1 per pool             daemon writes          sessions of the space read
- *   slots     1 per pool             daemon writes          nobody else (it is for the daemon's successor)
+ *   slots     1 per pool             daemon writes          nobody else: for its successor
  *   data      1 per chunk and part   writers of the space   sessions of the space read
- *   session   1 per session          its process writes*    the daemon reads, and writes the lines marked so
+ *   session   1 per session          its process writes     the daemon reads; writes some lines
  *   pins      1 per session, pool    its process writes     the daemon reads
  *
- * A session maps core, index, meta and data read-only (data a second time writable, if it may write), so
- * the worst a stray pointer of a reader can do is to fault.
+ * A session maps core, index, meta and data read-only (data a second time writable, if it may
+ * write), so the worst a stray pointer of a reader can do is to fault.
  *
- * ONE WRITER. Every word below has exactly one writing process. Only the daemon's core thread writes an
- * index, so inserts and removals need no lock among themselves; readers meet them through the entry's
- * `word`, which is stored last and re-read by whoever needs certainty.
+ * ONE WRITER. Every word below has exactly one writing process. Only the daemon's core thread
+ * writes an index, so inserts and removals need no lock among themselves; readers meet them through
+ * the entry's `word`, which is stored last and re-read by whoever needs certainty.
  *
- * AN INDEX ENTRY is one cache line. Its key, group and epoch change only while the word is EMPTY; its
- * length only while the word is not LIVE. States of the word:
+ * AN INDEX ENTRY is one cache line. Its key, group and epoch change only while the word is EMPTY;
+ * its length only while the word is not LIVE. States of the word:
  *
  *      EMPTY ──reserve──> PENDING ──commit──> LIVE <──────> LEAVING ──> EMPTY
  *                            └──abort, death, reset──> EMPTY    (somebody pinned it: back to LIVE)
  *
- *   A reader that finds LIVE has found committed bytes: they were written before the commit was posted
- *   (release, by the writer), read by the core (acquire) and published by the store of the word
- *   (release, here) that the reader loaded (acquire).
+ *   A reader that finds LIVE has found committed bytes: they were written before the commit was
+ *   posted (release, by the writer), read by the core (acquire) and published by the store of the
+ *   word (release, here) that the reader loaded (acquire).
  *
- * PROBING is linear from the key's home line. `overflow` of a line counts the keys that live further
- * along and passed this line when they were inserted; a probe stops at the first line that has none. No
- * tombstones, so the table does not rot: a key's removal takes back what its insertion added. A key that
- * stays in the table is never missed while others come and go, because the counters on its path stay >= 1.
+ * PROBING is linear from the key's home line. `overflow` of a line counts the keys that live
+ * further along and passed this line when they were inserted; a probe stops at the first line that
+ * has none. No tombstones, so the table does not rot: a key's removal takes back what its insertion
+ * added. A key that stays in the table is never missed while others come and go, because the
+ * counters on its path stay >= 1.
  *
  * PINNING is a hazard pointer across processes: a counter per slot and session.
  *
- *      reader                                         core
- *      R1 load word: LIVE, slot; first key word fits  A0 check all counters of the slot, skip if any
- *      R2 pins[slot]++                                A1 word = LEAVING
- *      R3 full fence                                  A2 full fence
- *      R4 re-load word: the same? Then compare the    A3 any counter != 0 -> word = LIVE again
- *         whole key. No: pins[slot]--, again          A4 else word = EMPTY (generation + 1), slot reused
+ *      reader                                      core
+ *      R1 load word: LIVE and a slot; key fits     A0 look at all counters, skip if any is not 0
+ *      R2 pins[slot]++                             A1 word = LEAVING
+ *      R3 full fence                               A2 full fence
+ *      R4 re-load word: the same? Then compare     A3 any counter != 0 -> word = LIVE again
+ *         the key again. No: pins[slot]--, retry   A4 else word = EMPTY, generation + 1; reuse
  *
- *   Either the core sees the counter (A3) or the reader sees LEAVING (R4): the two fences order store
- *   before load on both sides. The key is compared under the pin, after R4, so the protocol does not lean
- *   on the generation not wrapping: what is pinned and LIVE cannot change its key. tests/model/pin.pml is
- *   this protocol; it fails without either fence, without the re-load, without the check.
+ *   Either the core sees the counter (A3) or the reader sees LEAVING (R4): the two fences order
+ *   store before load on both sides. The key is compared under the pin, after R4, so the protocol
+ *   does not lean on the generation not wrapping: what is pinned and LIVE cannot change its key.
+ *   tests/model/pin.pml is this protocol; it fails without either fence, without the re-load,
+ *   without the check.
  *
- *   Release (R5) is one decrement (release order; A0/A3 load with acquire): no load of the slot's bytes moves
- *   after it. Beside the counter lies the stamp of the last use, in ticks of the pool's clock: that is
- *   how uses reach the eviction policy without a message. A session can lie in both; it can keep its
- *   own slots alive (quotas are for that), never free somebody else's.
+ *   Release (R5) is one decrement (release order; A0/A3 load with acquire): no load of the slot's
+ *   bytes moves after it. Beside the counter lies the stamp of the last use, in ticks of the pool's
+ *   clock: that is how uses reach the eviction policy without a message. A session can lie in both;
+ *   it can keep its own slots alive (quotas are for that), never free somebody else's.
  *
- *   A dead process's pin segments are taken out of the scan, nothing more. Nobody has to repair anything.
+ *   A dead process's pin segments are taken out of the scan, nothing more. Nobody has to repair
+ *   anything.
  *
- * RINGS. One producer, one consumer each. The consumer's index and the producer's index are on lines of
- * their own. The daemon keeps its own copies of its indices and never reads them back; it takes the
- * peer's index, checks that the distance is at most the ring's size, copies the entry out and uses only
- * the copy: the bytes may change under its hands. A distance that cannot be ends the session.
+ * RINGS. One producer, one consumer each. The consumer's index and the producer's index are on
+ * lines of their own. The daemon keeps its own copies of its indices and never reads them back; it
+ * takes the peer's index, checks that the distance is at most the ring's size, copies the entry out
+ * and uses only the copy: the bytes may change under its hands. A distance that cannot be ends the
+ * session.
  *
  * SLEEPING. Core: S1 core->sleeping = 1, S2 full fence, S3 rescan all request rings, S4 epoll_wait.
- * Session: W1 store the ring's tail, W2 full fence, W3 load core->sleeping, W4 if set send Wake on the
- * socket. Either S3 sees the tail or W3 sees the flag. The same the other way round with
+ * Session: W1 store the ring's tail, W2 full fence, W3 load core->sleeping, W4 if set send Wake on
+ * the socket. Either S3 sees the tail or W3 sees the flag. The same the other way round with
  * session->waiting (tests/model/wake.pml).
  *
- * Only 8-byte and smaller atomics: a 16-byte load may be a locked read-modify-write, which faults on a
- * read-only page.
+ * Only 8-byte and smaller atomics: a 16-byte load may be a locked read-modify-write, which faults
+ * on a read-only page.
  *
- * Layouts carry SHM_VERSION; whoever maps a segment checks magic, version and kind before anything else.
+ * Layouts carry SHM_VERSION; whoever maps a segment checks magic, version and kind before anything
+ * else.
  */
 #ifndef KVD_SHM_LAYOUT_H
 #define KVD_SHM_LAYOUT_H
@@ -78,19 +83,19 @@
 #include <stddef.h>
 #include <stdint.h>
 
-#define SHM_MAGIC 0x006d68732d64766bull /* "kvd-shm\0" */
-#define SHM_VERSION 1u
-#define SHM_PAGE 4096u
-#define SHM_LINE 64u
+#define SHM_MAGIC      0x006d68732d64766bull /* "kvd-shm\0" */
+#define SHM_VERSION    1u
+#define SHM_PAGE       4096u
+#define SHM_LINE       64u
 
-#define SHM_NO_SLOT UINT32_MAX
-#define SHM_SLOT_BITS 28u /* 268,435,456 slots of a pool: 1 TiB of 4 KiB slots */
-#define SHM_SLOTS_MAX (1u << SHM_SLOT_BITS)
-#define SHM_PARTS_MAX 64u
+#define SHM_NO_SLOT    UINT32_MAX
+#define SHM_SLOT_BITS  28u /* 268,435,456 slots of a pool: 1 TiB of 4 KiB slots */
+#define SHM_SLOTS_MAX  (1u << SHM_SLOT_BITS)
+#define SHM_PARTS_MAX  64u
 #define SHM_USER_BYTES 128u
 
 /* The golden rule of a file that two programs map: its offsets are asserted, not hoped for. */
-#define SHM_ASSERT_AT(type, field, offset) \
+#define SHM_ASSERT_AT(type, field, offset)                                                         \
     _Static_assert(offsetof(type, field) == (offset), #type "." #field " moved")
 
 enum shm_kind {
@@ -105,12 +110,12 @@ enum shm_kind {
 struct shm_header {
     uint64_t magic;
     uint32_t version;
-    uint32_t kind;     /* enum shm_kind */
-    uint64_t bytes;    /* of the whole segment */
+    uint32_t kind;        /* enum shm_kind */
+    uint64_t bytes;       /* of the whole segment */
     uint8_t instance[16]; /* the run of the daemon that made it */
     uint32_t space;
     uint32_t pool;
-    uint64_t count;    /* lines, slots or ring entries */
+    uint64_t count; /* lines, slots or ring entries */
     uint64_t zero;
 };
 _Static_assert(sizeof(struct shm_header) == SHM_LINE, "one line");
@@ -121,7 +126,7 @@ struct shm_key {
 };
 _Static_assert(sizeof(struct shm_key) == 36, "no padding");
 
-/* ---- core ------------------------------------------------------------------------------------- */
+/* ---- core */
 
 struct shm_core {
     struct shm_header header;
@@ -129,7 +134,7 @@ struct shm_core {
 };
 _Static_assert(sizeof(struct shm_core) <= SHM_PAGE, "one page");
 
-/* ---- index ------------------------------------------------------------------------------------ */
+/* ---- index */
 
 enum shm_state {
     SHM_EMPTY = 0,
@@ -189,8 +194,9 @@ struct shm_index {
     uint32_t chunks;
     /* what changes while readers look, on a line of its own */
     alignas(SHM_LINE) _Atomic uint32_t epoch;
-    _Atomic uint32_t tick;    /* the pool's clock: so many per turnover, and one every two seconds */
-    _Atomic uint32_t retired; /* a successor has made other segments: nothing here may be hit any more */
+    _Atomic uint32_t tick; /* the pool's clock: so many per turnover, and one every two seconds */
+    _Atomic uint32_t
+        retired; /* a successor has made other segments: nothing here may be hit any more */
     alignas(SHM_PAGE) struct shm_entry lines[];
 };
 SHM_ASSERT_AT(struct shm_index, seed, 64);
@@ -199,7 +205,7 @@ SHM_ASSERT_AT(struct shm_index, tick, 132);
 SHM_ASSERT_AT(struct shm_index, retired, 136);
 SHM_ASSERT_AT(struct shm_index, lines, SHM_PAGE);
 
-/* ---- metadata: by slot, written before the entry turns LIVE, read under a pin --------------------- */
+/* ---- metadata: by slot, written before the entry turns LIVE, read under a pin */
 
 struct shm_meta {
     struct shm_key key;
@@ -225,7 +231,7 @@ struct shm_metas {
     alignas(SHM_PAGE) struct shm_meta metas[];
 };
 
-/* ---- slot table: what a successor must know, written before a slot is granted ----------------------- */
+/* ---- slot table: what a successor must know, written before a slot is granted */
 
 enum shm_slot_state {
     SHM_SLOT_FREE = 0,
@@ -236,7 +242,7 @@ enum shm_slot_state {
 };
 
 struct shm_slot {
-    uint32_t state;   /* enum shm_slot_state; stored after the other fields when a slot is granted */
+    uint32_t state; /* enum shm_slot_state; stored after the other fields when a slot is granted */
     uint32_t session; /* the writer while reserved */
     uint64_t ticket;  /* operation << SHM_SLOT_BITS | slot; 0 when nothing was ever granted */
     uint64_t parts_done;
@@ -252,7 +258,7 @@ struct shm_slots {
     alignas(SHM_PAGE) struct shm_slot slots[];
 };
 
-/* ---- pins ------------------------------------------------------------------------------------- */
+/* ---- pins */
 
 struct shm_pin {
     _Atomic uint32_t count; /* R2; read at A0 and A3 */
@@ -265,7 +271,7 @@ struct shm_pins {
     alignas(SHM_PAGE) struct shm_pin pins[];
 };
 
-/* ---- session: rings --------------------------------------------------------------------------- */
+/* ---- session: rings */
 
 enum shm_op {
     SHM_RESERVE = 1,
@@ -326,10 +332,10 @@ struct shm_ring {
 };
 
 struct shm_session {
-    struct shm_header header;                  /* count: entries of each ring, a power of two */
+    struct shm_header header;                   /* count: entries of each ring, a power of two */
     alignas(SHM_LINE) _Atomic uint32_t waiting; /* the process polls for completions */
-    struct shm_ring requests;                  /* daemon writes head, process writes tail */
-    struct shm_ring completions;               /* process writes head, daemon writes tail */
+    struct shm_ring requests;                   /* daemon writes head, process writes tail */
+    struct shm_ring completions;                /* process writes head, daemon writes tail */
     alignas(SHM_PAGE) struct shm_request request[];
     /* then `count` completions, at shm_completions_offset() */
 };
@@ -371,10 +377,11 @@ static inline size_t shm_pins_bytes(uint64_t slots)
     return SHM_PAGE + slots * sizeof(struct shm_pin);
 }
 
-/* ---- fences ----------------------------------------------------------------------------------- */
+/* ---- fences */
 
-/* Orders earlier stores before later loads. Never mfence, which also waits for later loads to be issued
- * and costs a loop of cold lookups a factor of four; clang emits it for atomic_thread_fence(seq_cst). */
+/* Orders earlier stores before later loads. Never mfence, which also waits for later loads to be
+ * issued and costs a loop of cold lookups a factor of four; clang emits it for
+ * atomic_thread_fence(seq_cst). */
 static inline void shm_full_fence(void)
 {
 #if defined(__x86_64__) && !defined(__SANITIZE_THREAD__)

@@ -3,13 +3,14 @@
 
 #include "index.h"
 
-/* How often a pin is tried again when the entry changes under it. It changes because the core tries to
- * evict it or has evicted it; either way a few rounds settle it, and a miss is always a right answer. */
+/* How often a pin is tried again when the entry changes under it. It changes because the core tries
+ * to evict it or has evicted it; either way a few rounds settle it, and a miss is always a right
+ * answer. */
 #define PIN_TRIES 4u
 
 /* The probe ends by the overflow counters; the bound only guards against a damaged table. */
-struct shm_hit shm_probe_on(const struct shm_entry *lines, uint64_t mask,
-                            const struct shm_entry *e, const struct shm_key *key, uint32_t epoch)
+struct shm_hit shm_probe_on(const struct shm_entry *lines, uint64_t mask, const struct shm_entry *e,
+                            const struct shm_key *key, uint32_t epoch)
 {
     for (uint64_t left = mask; left && shm_load32(&e->overflow); left--) {
         uint64_t word;
@@ -62,8 +63,8 @@ static inline enum shm_found state_of(uint64_t word)
     return shm_word_state(word) == SHM_LEAVING ? SHM_FOUND_RAM : SHM_FOUND_PENDING;
 }
 
-/* What is known of one key without pinning it. The key was compared between two equal loads of the word,
- * so it was the line's key at that time. */
+/* What is known of one key without pinning it. The key was compared between two equal loads of the
+ * word, so it was the line's key at that time. */
 static inline enum shm_found find_one(const struct shm_table *t, const struct shm_entry *home,
                                       const struct shm_key *key, uint32_t epoch)
 {
@@ -91,9 +92,8 @@ static size_t count_leading(const struct shm_table *table, const struct shm_key 
 
     window_open(&w, &t, keys, n);
     for (i = 0; i < n; i++)
-        if (__builtin_expect(find_one(&t, window_next(&w, &t, keys, n, i), &keys[i], epoch) !=
-                                 SHM_FOUND_RAM,
-                             0))
+        if (__builtin_expect(
+                find_one(&t, window_next(&w, &t, keys, n, i), &keys[i], epoch) != SHM_FOUND_RAM, 0))
             break;
     return i;
 }
@@ -132,13 +132,15 @@ static inline void count_up(struct shm_pin *pin)
 #endif
 }
 
-/* R5. Release order: the reads of the slot's bytes are over. Pairs with the acquire loads at A0 and A3. */
+/* R5. Release order: the reads of the slot's bytes are over. Pairs with the acquire loads at A0 and
+ * A3. */
 static inline void count_down(struct shm_pin *pin)
 {
     atomic_fetch_sub_explicit(&pin->count, 1, memory_order_release);
 }
 
-/* The use reaches the eviction policy by the stamp, which is read when the slot comes up for eviction. */
+/* The use reaches the eviction policy by the stamp, which is read when the slot comes up for
+ * eviction. */
 static inline void stamp(struct shm_pin *pin, uint32_t tick)
 {
     if (shm_load32(&pin->stamp) != tick)
@@ -147,8 +149,8 @@ static inline void stamp(struct shm_pin *pin, uint32_t tick)
 
 /* R1..R4 for one key. */
 static inline bool pin_one(const struct shm_table *t, struct shm_pins *pins,
-                           const struct shm_entry *home, const struct shm_key *key,
-                           uint32_t epoch, uint32_t tick, struct shm_pinned *ret)
+                           const struct shm_entry *home, const struct shm_key *key, uint32_t epoch,
+                           uint32_t tick, struct shm_pinned *ret)
 {
     for (unsigned int tries = 0; tries < PIN_TRIES; tries++) {
         struct shm_hit hit = shm_probe(t, home, key, epoch); /* R1 */
@@ -216,8 +218,8 @@ size_t shm_pin_keys(const struct shm_index *index, struct shm_pins *pins,
     return i;
 }
 
-void shm_unpin(const struct shm_index *index, struct shm_pins *pins, const struct shm_pinned *pinned,
-               size_t n)
+void shm_unpin(const struct shm_index *index, struct shm_pins *pins,
+               const struct shm_pinned *pinned, size_t n)
 {
     uint32_t tick = shm_load32(&index->tick);
 

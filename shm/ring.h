@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The two rings of a session: one producer and one consumer each. The daemon's side trusts nothing that
- * the other side can write. */
+/* The two rings of a session: one producer and one consumer each. The daemon's side trusts nothing
+ * that the other side can write. */
 #ifndef KVD_SHM_RING_H
 #define KVD_SHM_RING_H
 
@@ -8,8 +8,8 @@
 
 #include "layout.h"
 
-/* One side's own view. `mine` is the index this side advances (head of a consumer, tail of a producer);
- * it is published to shared memory and never read back from there. */
+/* One side's own view. `mine` is the index this side advances (head of a consumer, tail of a
+ * producer); it is published to shared memory and never read back from there. */
 struct shm_cursor {
     struct shm_ring *ring;
     uint32_t entries;
@@ -21,8 +21,8 @@ struct shm_cursor {
 /* Free entries; 0 also when the peer's index makes no sense. */
 uint32_t shm_ring_room(const struct shm_cursor *c);
 
-/* Publishes n entries that were written at cursor positions mine .. mine + n - 1. Release: pairs with
- * the acquire load in shm_ring_waiting(). */
+/* Publishes n entries that were written at cursor positions mine .. mine + n - 1. Release: pairs
+ * with the acquire load in shm_ring_waiting(). */
 void shm_ring_produce(struct shm_cursor *c, uint32_t n);
 
 /* ---- consumer */

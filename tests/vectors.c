@@ -56,7 +56,7 @@ __attribute__((format(printf, 2, 3))) static bool fail(const struct report *repo
     return false;
 }
 
-/* ---- reading an entry ------------------------------------------------------------------------ */
+/* ---- reading an entry */
 
 enum field_type { TEXT, NUMBER, LIST };
 
@@ -173,7 +173,7 @@ static const char *scheme_name(const struct chain *chain)
     return NULL;
 }
 
-/* ---- hexadecimal ----------------------------------------------------------------------------- */
+/* ---- hexadecimal */
 
 static void to_hex(const uint8_t *bytes, size_t n, char *ret)
 {
@@ -208,7 +208,7 @@ static size_t from_hex(const char *text, uint8_t *ret)
     return n;
 }
 
-/* ---- chains ---------------------------------------------------------------------------------- */
+/* ---- chains */
 
 static bool read_tokens(const struct report *report, struct json_object *list, uint32_t *tokens)
 {
@@ -372,7 +372,7 @@ static bool check_chain(const struct report *report, struct json_object *entry)
     return ok;
 }
 
-/* ---- the file -------------------------------------------------------------------------------- */
+/* ---- the file */
 
 static bool check_entry(size_t index, struct json_object *entry)
 {

@@ -1,17 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * A worker of an inference engine, as small as one can be that really uses kvd: it runs the model of
- * model.h over prompts, reads cached blocks where they lie in shared memory, resumes from a snapshot, and
- * computes new blocks straight into reserved slots.
+ * A worker of an inference engine, as small as one can be that really uses kvd: it runs the model
+ * of model.h over prompts, reads cached blocks where they lie in shared memory, resumes from a
+ * snapshot, and computes new blocks straight into reserved slots.
  *
  *   engine-worker [--socket PATH --space NAME] [--stride BLOCKS]
  *
- * Without a socket it computes everything itself: the run to compare with. It reads lines from stdin:
- *   run FILE GENERATE    FILE: the prompt, little-endian u32 tokens; GENERATE: tokens to decode
- * and answers each with one line of JSON. The digest covers the bits of all logits.
+ * Without a socket it computes everything itself: the run to compare with. It reads lines from
+ *   stdin: run FILE GENERATE FILE: the prompt, little-endian u32 tokens; GENERATE: tokens to decode
+ *   and answers each with one line of JSON. The digest covers the bits of all logits.
  *
- * The space needs two pools: "kv" with two parts (K and V) of model_part_bytes(), and "snapshots" with one
- * part of model_snapshot_bytes(), both rounded up to 4 KiB.
+ * The space needs two pools: "kv" with two parts (K and V) of model_part_bytes(), and "snapshots"
+ * with one part of model_snapshot_bytes(), both rounded up to 4 KiB.
  */
 #include <errno.h>
 #include <getopt.h>
@@ -116,8 +116,8 @@ static int resume(struct request *q)
 
 /* ---- publishing */
 
-/* Slots for the blocks that will be computed. A block without one is computed in private memory: the
- * cache being full, or somebody else being busy with the same block, never stops a request. */
+/* Slots for the blocks that will be computed. A block without one is computed in private memory:
+ * the cache being full, or somebody else being busy with the same block, never stops a request. */
 static int reserve(struct request *q)
 {
     size_t n = q->n_keys - q->resume;
@@ -197,12 +197,11 @@ static int save_snapshot(struct request *q, size_t blocks)
 
 static bool wants_snapshot(const struct request *q, size_t blocks)
 {
-    return q->w->kvd && blocks > q->resume &&
-           (blocks % q->w->stride == 0 || blocks == q->n_keys);
+    return q->w->kvd && blocks > q->resume && (blocks % q->w->stride == 0 || blocks == q->n_keys);
 }
 
-/* The next boundary after `first` blocks at which prefill stops: for a snapshot, or because no whole block
- * is left. */
+/* The next boundary after `first` blocks at which prefill stops: for a snapshot, or because no
+ * whole block is left. */
 static size_t next_cut(const struct request *q, size_t first)
 {
     while (first < q->n_keys)
@@ -249,12 +248,13 @@ static void report(const struct request *q)
 {
     size_t block = q->w->config.block_tokens;
 
-    printf("{\"prompt\": %zu, \"cached\": %zu, \"reused\": %zu, \"prefilled\": %zu, \"stored\": %zu, "
-           "\"snapshots\": %zu, \"prefill_ms\": %.3f, \"decode_ms\": %.3f, \"logits\": \"%016llx\", "
-           "\"tokens\": [",
-           q->n_prompt, q->block_hits * block, q->resume * block, q->n_prompt - q->resume * block,
-           q->stored, q->snapshots_stored, q->prefill_ms, q->decode_ms,
-           (unsigned long long)XXH3_64bits_digest(q->digest));
+    printf(
+        "{\"prompt\": %zu, \"cached\": %zu, \"reused\": %zu, \"prefilled\": %zu, \"stored\": %zu, "
+        "\"snapshots\": %zu, \"prefill_ms\": %.3f, \"decode_ms\": %.3f, \"logits\": \"%016llx\", "
+        "\"tokens\": [",
+        q->n_prompt, q->block_hits * block, q->resume * block, q->n_prompt - q->resume * block,
+        q->stored, q->snapshots_stored, q->prefill_ms, q->decode_ms,
+        (unsigned long long)XXH3_64bits_digest(q->digest));
     for (size_t i = 0; i < q->n_generate; i++)
         printf("%s%u", i ? ", " : "", q->generated[i]);
     printf("]}\n");
@@ -430,8 +430,10 @@ static int sizes(const struct model_config *m)
 int main(int argc, char **argv)
 {
     static const struct option options[] = {
-        {"socket", required_argument, NULL, 's'}, {"space", required_argument, NULL, 'n'},
-        {"stride", required_argument, NULL, 't'}, {"sizes", no_argument, NULL, 'z'},
+        {"socket", required_argument, NULL, 's'},
+        {"space", required_argument, NULL, 'n'},
+        {"stride", required_argument, NULL, 't'},
+        {"sizes", no_argument, NULL, 'z'},
         {NULL, 0, NULL, 0},
     };
     struct worker w = {.stride = 16};

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A session segment as the core sees it: the input is what a hostile process writes into its request ring,
- * its indices and its pin counters. The core must serve, refuse or break the session, and its sums must
- * agree afterwards; a bystander's pinned object must stay. */
+/* A session segment as the core sees it: the input is what a hostile process writes into its
+ * request ring, its indices and its pin counters. The core must serve, refuse or break the session,
+ * and its sums must agree afterwards; a bystander's pinned object must stay. */
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -31,7 +31,8 @@ static uint64_t clock_ns(void *arg)
 
 static struct session *attach_process(void)
 {
-    struct session_spec spec = {.pid = 1, .role = ROLE_WRITER, .client = "fuzz", .ring_entries = 16};
+    struct session_spec spec = {
+        .pid = 1, .role = ROLE_WRITER, .client = "fuzz", .ring_entries = 16};
     struct session *s;
 
     if (session_new(core, &spec, &s) < 0)
@@ -50,8 +51,8 @@ static void keep_one(void)
     c.ticket = r.ticket;
     if (r.status != RESERVE_NEW || pool_commit(core->pools[0], bystander, &c) < 0)
         abort();
-    shm_pin_keys(core->pools[0]->index, bystander->map.addr, &kept, 1, core->spaces[0].epoch, false, 0,
-                 &p, &held);
+    shm_pin_keys(core->pools[0]->index, bystander->map.addr, &kept, 1, core->spaces[0].epoch, false,
+                 0, &p, &held);
     if (held != 1)
         abort();
 }

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* I3 under ThreadSanitizer: threads stand for worker processes and pin, read and release while the core
- * evicts and gives slots to new objects, whose bytes are then written. Reads and writes of the bytes are
- * plain: if a pinned slot were ever reused, or a release did not order the reads before it, that is a race
- * that the sanitizer reports, and a wrong byte that the test finds. */
+/* I3 under ThreadSanitizer: threads stand for worker processes and pin, read and release while the
+ * core evicts and gives slots to new objects, whose bytes are then written. Reads and writes of the
+ * bytes are plain: if a pinned slot were ever reused, or a release did not order the reads before
+ * it, that is a race that the sanitizer reports, and a wrong byte that the test finds. */
 #include <criterion/criterion.h>
 #include <pthread.h>
 #include <sched.h>
@@ -13,11 +13,12 @@
 #include "tests/unit/core_world.h"
 
 #define READERS 3
-#define KEYS 96 /* half again as many as there are slots */
-#define ROUNDS 60000
+#define KEYS    96 /* half again as many as there are slots */
+#define ROUNDS  60000
 
 static struct world w;
-static uint64_t bytes[64][8]; /* stands for the pool's memory: slot by slot, the number of the key */
+static uint64_t bytes[64]
+                     [8]; /* stands for the pool's memory: slot by slot, the number of the key */
 static atomic_bool stop;
 
 struct reader {
@@ -63,7 +64,8 @@ Test(pins, hold_while_slots_are_reused)
     struct attach *writer;
     uint64_t pins = 0;
 
-    world_open(&w, "[space s]\n[pool s/kv]\nslot = 4K\nslots = 64\nlow_water = 0\nhigh_water = 0\n");
+    world_open(&w,
+               "[space s]\n[pool s/kv]\nslot = 4K\nslots = 64\nlow_water = 0\nhigh_water = 0\n");
     writer = world_attach(world_session(&w, "", 0), w.pool);
     for (int i = 0; i < READERS; i++)
         readers[i].attach = world_attach(world_session(&w, "", 0), w.pool);

@@ -127,8 +127,7 @@ static int check_links(const struct check *k, const struct pool *p)
     if (children != links)
         return wrong(k, "%u children, %u links to parents", children, links);
     if (queued != p->ops->count(p->policy))
-        return wrong(k, "%u slots are queued, the policy has %u", queued,
-                     p->ops->count(p->policy));
+        return wrong(k, "%u slots are queued, the policy has %u", queued, p->ops->count(p->policy));
     return 0;
 }
 
@@ -185,11 +184,13 @@ static struct tenant held_by(const struct space *s, uint32_t id)
         for (uint32_t n = 0; n < p->slots; n++) {
             if (p->slot[n].tenant != id)
                 continue;
-            sum.reserved += p->table->slots[n].state == SHM_SLOT_RESERVED;
-            if (p->table->slots[n].state != SHM_SLOT_LIVE)
-                continue;
-            sum.resident++;
-            sum.resident_bytes += p->part_bytes * p->parts;
+            if (p->table->slots[n].state == SHM_SLOT_RESERVED) {
+                sum.reserved++;
+                sum.reserved_bytes += p->part_bytes * p->parts;
+            } else if (p->table->slots[n].state == SHM_SLOT_LIVE) {
+                sum.resident++;
+                sum.resident_bytes += p->part_bytes * p->parts;
+            }
         }
     }
     return sum;
@@ -207,7 +208,7 @@ static int check_tenants(const struct check *k, const struct space *s)
             continue;
         real = held_by(s, t->id);
         if (t->reserved != real.reserved || t->resident != real.resident ||
-            t->resident_bytes != real.resident_bytes)
+            t->reserved_bytes != real.reserved_bytes || t->resident_bytes != real.resident_bytes)
             return wrong(k, "tenant %u: counted %llu reserved, %llu resident; it is %llu and %llu",
                          t->id, (unsigned long long)t->reserved, (unsigned long long)t->resident,
                          (unsigned long long)real.reserved, (unsigned long long)real.resident);

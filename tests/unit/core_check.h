@@ -7,8 +7,9 @@
 
 struct core;
 
-/* The sums agree with the slot table, lists, index, links, sessions and tenants. 0, or -EBADMSG with a
- * sentence in `ret_why`. To be called between two operations: in the middle of one they may differ. */
+/* The sums agree with the slot table, lists, index, links, sessions and tenants. 0, or -EBADMSG
+ * with a sentence in `ret_why`. To be called between two operations: in the middle of one they may
+ * differ. */
 int core_check(struct core *c, char *ret_why, size_t why_bytes);
 
 #endif

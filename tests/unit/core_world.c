@@ -27,9 +27,10 @@ void world_open(struct world *w, const char *text)
     *w = (struct world){.now_ns = 1000000000};
     snprintf(w->dir, sizeof(w->dir), "/dev/shm/kvd-test-XXXXXX");
     cr_assert(mkdtemp(w->dir));
-    snprintf(head, sizeof(head),
-             "[daemon]\nruntime_dir = %s\nhugepages = off\nquarantine = 30s\nengine_linger = 30s\n%s",
-             w->dir, text);
+    snprintf(
+        head, sizeof(head),
+        "[daemon]\nruntime_dir = %s\nhugepages = off\nquarantine = 30s\nengine_linger = 30s\n%s",
+        w->dir, text);
     f = fmemopen(head, strlen(head), "r");
     cr_assert(f);
     cr_assert_eq(config_load_stream(f, "test", &config, config_problem_print, stderr), 0);

@@ -29,8 +29,7 @@ static void must(bool ok, const char *what)
     abort();
 }
 
-/* ---- memory -----------------------------------------------------------------------------------
- */
+/* ---- memory */
 
 static void memory_new(struct fake_memory *m, size_t bytes)
 {
@@ -145,8 +144,7 @@ static void session_new(struct fake *f, uint32_t entries)
     s->completions = (struct shm_cursor){.ring = &s->shm->completions, .entries = entries};
 }
 
-/* ---- publishing -------------------------------------------------------------------------------
- */
+/* ---- publishing */
 
 static struct fake_pool *pool_of(struct fake *f, uint32_t id)
 {
@@ -257,8 +255,7 @@ uint32_t fake_pins(struct fake *f, unsigned pool)
     return n;
 }
 
-/* ---- rings ------------------------------------------------------------------------------------
- */
+/* ---- rings */
 
 static bool take(struct fake *f, struct shm_request *ret)
 {
@@ -380,8 +377,7 @@ void fake_post(struct fake *f, const struct shm_completion *c)
     pthread_mutex_unlock(&f->lock);
 }
 
-/* ---- requests ---------------------------------------------------------------------------------
- */
+/* ---- requests */
 
 struct answer {
     Kvd__Proto__Response response;
@@ -785,8 +781,7 @@ static void on_request(struct fake *f, const Kvd__Proto__Request *q)
         send_frame(f, &frame, a.fds, a.n_fds);
 }
 
-/* ---- the thread -------------------------------------------------------------------------------
- */
+/* ---- the thread */
 
 static void drop(struct fake *f)
 {

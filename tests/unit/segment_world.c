@@ -16,7 +16,7 @@
 
 #include <hugetlbfs.h>
 
-/* ---- the outer process ---- */
+/* ---- the outer process */
 
 uint64_t world_read(const char *path)
 {
@@ -200,7 +200,7 @@ int main(int argc, char **argv)
     return r;
 }
 
-/* ---- what the tests share ---- */
+/* ---- what the tests share */
 
 char run_dir[128], full_dir[128], huge_dir[128], tight_dir[128];
 size_t hp, sp; /* sizes of hugepages and small pages */
@@ -368,7 +368,7 @@ void world_unsteal(void)
     munmap(stolen, stolen_bytes);
 }
 
-/* ---- system calls that fail when told to ---- */
+/* ---- system calls that fail when told to */
 
 static struct {
     enum call call;

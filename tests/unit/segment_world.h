@@ -64,7 +64,7 @@ struct segment_spec small_spec(size_t bytes);
 struct segment segment_must(const struct segment_spec *spec);
 void segment_destroy(struct segment *s);
 
-/* ---- system calls that fail when told to ---- */
+/* ---- system calls that fail when told to */
 
 enum call {
     CALL_MEMFD_CREATE,

@@ -132,7 +132,7 @@ void turn(struct world *w, int n)
         cr_assert_eq(loop_turn(w->loop, true), 0);
 }
 
-/* ---- a client -------------------------------------------------------------------------------- */
+/* ---- a client */
 
 int try_connect(const char *path)
 {

@@ -170,8 +170,7 @@ static unsigned open_fds(void)
     return n;
 }
 
-/* ---- connecting -------------------------------------------------------------------------------
- */
+/* ---- connecting */
 
 TestSuite(client_connect, .init = setup, .fini = teardown);
 
@@ -423,8 +422,7 @@ Test(client_connect, closed_without_an_answer)
     pthread_join(t, NULL);
 }
 
-/* ---- spaces and pools ---------------------------------------------------------------------------
- */
+/* ---- spaces and pools */
 
 TestSuite(client_space, .init = setup, .fini = teardown);
 
@@ -760,8 +758,7 @@ Test(client_space, epochs)
     cr_assert_eq(kvd_pool_base(theirs, 0), base, "the memory is the same");
 }
 
-/* ---- finding and pinning ------------------------------------------------------------------------
- */
+/* ---- finding and pinning */
 
 TestSuite(client_data, .init = setup, .fini = teardown);
 
@@ -966,8 +963,7 @@ Test(client_data, observations)
     cr_assert_eq(seen(&f->wakes), 0);
 }
 
-/* ---- forks ------------------------------------------------------------------------------------
- */
+/* ---- forks */
 
 TestSuite(client_fork, .init = setup, .fini = teardown);
 
@@ -1024,8 +1020,7 @@ Test(client_fork, the_child_is_told)
     cr_assert_eq(fake_pins(f, 0), 0);
 }
 
-/* ---- coming back ------------------------------------------------------------------------------
- */
+/* ---- coming back */
 
 TestSuite(client_reconnect, .init = setup, .fini = teardown);
 
@@ -1180,8 +1175,7 @@ Test(client_reconnect, a_lost_answer)
     cr_assert_eq(open_with(1, 0), 0);
 }
 
-/* ---- without shared memory ----------------------------------------------------------------------
- */
+/* ---- without shared memory */
 
 static void no_shm_setup(void)
 {

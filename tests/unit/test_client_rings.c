@@ -128,8 +128,7 @@ static void publish(unsigned first, unsigned n)
     cr_assert_eq(kvd_commit(pool, parts, 2 * n), (ssize_t)(2 * n), "%s", kvd_last_error(kvd));
 }
 
-/* ---- publishing -------------------------------------------------------------------------------
- */
+/* ---- publishing */
 
 TestSuite(rings, .init = setup, .fini = teardown);
 
@@ -321,8 +320,7 @@ Test(rings, one_wake_up_for_a_batch)
     cr_assert_eq(seen(&f->events), 0);
 }
 
-/* ---- completions ------------------------------------------------------------------------------
- */
+/* ---- completions */
 
 Test(rings, submitted_and_collected)
 {
@@ -416,8 +414,7 @@ Test(rings, completions_of_commits)
     cr_assert_eq(kvd_lookup(pool, &key, 1, NULL), 1);
 }
 
-/* ---- accidents --------------------------------------------------------------------------------
- */
+/* ---- accidents */
 
 TestSuite(ring_accidents, .init = impatient, .fini = teardown);
 
@@ -784,8 +781,7 @@ Test(ring_nonsense, draining_beside_a_call)
         sched_yield();
 }
 
-/* ---- threads ----------------------------------------------------------------------------------
- */
+/* ---- threads */
 
 TestSuite(client_threads, .init = setup, .fini = teardown);
 

@@ -21,8 +21,7 @@
 /* The least that is a configuration: lines 1 to 4. */
 #define MINIMAL "[space s]\n[pool s/p]\nslot = 4K\nslots = 200\n"
 
-/* ---- helpers ----------------------------------------------------------------------------------
- */
+/* ---- helpers */
 
 struct problem {
     bool warning;
@@ -170,8 +169,7 @@ static char *format(const char *fmt, ...)
     return text;
 }
 
-/* ---- defaults and values ----------------------------------------------------------------------
- */
+/* ---- defaults and values */
 
 Test(config, fills_in_defaults)
 {
@@ -522,8 +520,7 @@ Test(config, refuses_bad_values_of_sockets_and_tenants)
     assert_refused("tenant", "max_resident", "no", "is not a number");
 }
 
-/* ---- lines ------------------------------------------------------------------------------------
- */
+/* ---- lines */
 
 Test(config, reads_what_editors_write)
 {
@@ -595,8 +592,7 @@ Test(config, problems_are_printable)
         cr_assert_null(strchr(p.list[i].text, '\033'));
 }
 
-/* ---- sections and keys ------------------------------------------------------------------------
- */
+/* ---- sections and keys */
 
 Test(config, names_the_nearest_key)
 {
@@ -726,8 +722,7 @@ Test(config, limits_the_number_of_sections)
     assert_limit("tenant ", "", 1024, "more than 1024 sections [tenant NUMBER]");
 }
 
-/* ---- what must fit together -------------------------------------------------------------------
- */
+/* ---- what must fit together */
 
 Test(config, needs_a_space)
 {
@@ -883,8 +878,7 @@ Test(config, checks_sockets)
     free(implied);
 }
 
-/* ---- files ------------------------------------------------------------------------------------
- */
+/* ---- files */
 
 static char dir[] = "/tmp/kvd-test-config-XXXXXX";
 
@@ -1051,8 +1045,7 @@ Test(config, problems_can_be_printed)
     cr_assert_str_eq(buf, "a.conf:7: error: bad\na.conf: warning: odd\n");
 }
 
-/* ---- questions --------------------------------------------------------------------------------
- */
+/* ---- questions */
 
 Test(config, identity)
 {
@@ -1114,8 +1107,7 @@ Test(config, tenants_are_found)
     config_free(c);
 }
 
-/* ---- documentation ----------------------------------------------------------------------------
- */
+/* ---- documentation */
 
 static char *slurp(const char *name)
 {

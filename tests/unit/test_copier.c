@@ -18,7 +18,7 @@
 
 #include <criterion/criterion.h>
 
-/* ---- failures on demand ---------------------------------------------------------------------- */
+/* ---- failures on demand */
 
 /* The wrapped call with this number, counting down, fails; negative: none does. */
 static int calls_until_failure = -1;
@@ -85,7 +85,7 @@ int __wrap_pthread_cond_init(pthread_cond_t *cond, const pthread_condattr_t *att
     return fails_now() ? EAGAIN : __real_pthread_cond_init(cond, attr);
 }
 
-/* ---- helpers --------------------------------------------------------------------------------- */
+/* ---- helpers */
 
 enum { THREADS_MAX = 8 };
 
@@ -199,7 +199,7 @@ static void scattered_free(struct scattered *scattered)
     free(scattered->iov);
 }
 
-/* ---- copying --------------------------------------------------------------------------------- */
+/* ---- copying */
 
 /* Puts and then gets `count` objects of `bytes` bytes with iovecs of up to `longest` bytes. */
 static void round_trip(size_t threads, size_t count, size_t bytes, size_t longest, size_t at_once)
@@ -318,7 +318,7 @@ Test(copier, a_small_queue_carries_a_long_stream, .timeout = 60)
     kvd_copier_free(copier);
 }
 
-/* ---- without threads: exact states ----------------------------------------------------------- */
+/* ---- without threads: exact states */
 
 struct simple {
     uint8_t src[64];
@@ -468,7 +468,7 @@ Test(copier, stopping_under_load_accounts_for_every_copy, .timeout = 60)
     free(slots);
 }
 
-/* ---- refusals -------------------------------------------------------------------------------- */
+/* ---- refusals */
 
 #define REFUSED(...)                                                                               \
     do {                                                                                           \
@@ -528,7 +528,7 @@ Test(copier, a_failure_while_making_one_leaves_nothing)
     close(fd);
 }
 
-/* ---- a forked child -------------------------------------------------------------------------- */
+/* ---- a forked child */
 
 /* What is wrong in the child, as its exit status. */
 static int child_main(struct kvd_copier *copier, const struct simple *simple)

@@ -14,7 +14,8 @@
 
 static struct world w;
 
-/* Each test ends with all invariants checked. Not in .fini: Criterion does not count what fails there. */
+/* Each test ends with all invariants checked. Not in .fini: Criterion does not count what fails
+ * there. */
 #define CORE_TEST(name)                                                                            \
     static void name(void);                                                                        \
     Test(core, name)                                                                               \
@@ -334,7 +335,8 @@ CORE_TEST(water_marks_keep_slots_free)
     struct attach *a;
 
     world_close(&w);
-    world_open(&w, "[space s]\n[pool s/kv]\nslot = 4K\nslots = 64\nlow_water = 8\nhigh_water = 16\n");
+    world_open(&w,
+               "[space s]\n[pool s/kv]\nslot = 4K\nslots = 64\nlow_water = 8\nhigh_water = 16\n");
     a = world_attach(world_session(&w, "", 0), w.pool);
     for (uint64_t i = 0; i < 64; i++) {
         struct shm_key k = world_key(i);

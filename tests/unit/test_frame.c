@@ -154,7 +154,7 @@ static bool same_file(int a, int b)
     return x.st_ino == y.st_ino && x.st_dev == y.st_dev;
 }
 
-/* ---- bytes ----------------------------------------------------------------------------------- */
+/* ---- bytes */
 
 TestSuite(frame, .timeout = 60);
 
@@ -311,7 +311,7 @@ Test(frame, a_long_buffer_with_a_rest_shrinks)
     teardown(&p);
 }
 
-/* ---- descriptors ----------------------------------------------------------------------------- */
+/* ---- descriptors */
 
 Test(frame, fds_arrive_with_their_frame)
 {
@@ -542,7 +542,7 @@ Test(frame, forged_control_messages)
     }
 }
 
-/* ---- any mixture, cut anywhere --------------------------------------------------------------- */
+/* ---- any mixture, cut anywhere */
 
 static size_t chunk; /* for the next two: how much one call moves */
 
@@ -621,7 +621,7 @@ Test(frame, mixture)
     teardown(&p);
 }
 
-/* ---- sending --------------------------------------------------------------------------------- */
+/* ---- sending */
 
 Test(frame, messages_must_fit)
 {
@@ -739,7 +739,7 @@ Test(frame, a_flush_ends)
     frame_queue_clear(&q);
 }
 
-/* ---- unpacking ------------------------------------------------------------------------------- */
+/* ---- unpacking */
 
 static int unpack(const void *data, size_t len, size_t bytes)
 {
@@ -864,7 +864,7 @@ Test(frame, every_allocation_may_fail)
     cr_assert_gt(bytes, 40 * sizeof(Kvd__Proto__Key));
 }
 
-/* ---- with a deadline ------------------------------------------------------------------------- */
+/* ---- with a deadline */
 
 Test(frame, deadlines)
 {

@@ -15,7 +15,7 @@
 #include <openssl/evp.h>
 #include <openssl/sha.h>
 
-/* ---- failures on demand ---------------------------------------------------------------------- */
+/* ---- failures on demand */
 
 /* The wrapped call with this number, counting down, fails; negative: none does. */
 static int calls_until_failure = -1;
@@ -77,7 +77,7 @@ int __wrap_EVP_DigestUpdate(EVP_MD_CTX *ctx, const void *bytes, size_t n)
     return fails_now() ? 0 : __real_EVP_DigestUpdate(ctx, bytes, n);
 }
 
-/* ---- helpers --------------------------------------------------------------------------------- */
+/* ---- helpers */
 
 static const char *const schemes[] = {"vllm-sha256-cbor", "vllm-xxhash-cbor", "sglang"};
 enum { SCHEMES = sizeof(schemes) / sizeof(schemes[0]) };
@@ -177,7 +177,7 @@ static void assert_from_scratch(const struct kvd_hasher *hasher,
     kvd_hasher_free(fresh);
 }
 
-/* ---- sequences ------------------------------------------------------------------------------- */
+/* ---- sequences */
 
 Test(keys, appending_in_any_pieces_gives_the_same_chain)
 {
@@ -293,7 +293,7 @@ Test(keys, bad_arguments_change_nothing)
     kvd_hasher_free(NULL);
 }
 
-/* ---- blocks of any size, by a second encoder ------------------------------------------------- */
+/* ---- blocks of any size, by a second encoder */
 
 static size_t plain_head(uint8_t *p, uint8_t major, uint32_t value)
 {
@@ -367,7 +367,7 @@ Test(keys, every_token_boundary)
     }
 }
 
-/* ---- what belongs to a request --------------------------------------------------------------- */
+/* ---- what belongs to a request */
 
 static void keys_with(const struct kvd_hasher_options *options, struct kvd_key ret[3])
 {
@@ -498,7 +498,7 @@ Test(keys, group_and_padding)
     kvd_hasher_free(hasher);
 }
 
-/* ---- what is negotiated ---------------------------------------------------------------------- */
+/* ---- what is negotiated */
 
 Test(keys, the_vector_is_the_first_key_without_a_request)
 {
@@ -566,7 +566,7 @@ Test(keys, sglang_has_no_first_parent_even_with_a_salt)
     kvd_hasher_free(hasher);
 }
 
-/* ---- refusals -------------------------------------------------------------------------------- */
+/* ---- refusals */
 
 #define REFUSED(expected, scheme_name, ...)                                                        \
     do {                                                                                           \
@@ -612,7 +612,7 @@ Test(keys, options_that_do_not_fit_are_refused)
             options.first_parent_len = 32; options.seed = "0");
 }
 
-/* ---- failures -------------------------------------------------------------------------------- */
+/* ---- failures */
 
 Test(keys, a_failure_while_making_one_leaves_nothing)
 {

@@ -30,7 +30,7 @@ enum {
 
 TestSuite(listen, .timeout = 60);
 
-/* ---- who may come in ------------------------------------------------------------------------- */
+/* ---- who may come in */
 
 Test(listen, a_thousand_at_once)
 {
@@ -243,7 +243,7 @@ Test(listen, foreign_pid_namespace)
     cr_assert_eq(rmdir(w.dir), 0);
 }
 
-/* ---- the peer's process ---------------------------------------------------------------------- */
+/* ---- the peer's process */
 
 static int no_peerpidfd(int sock, int level, int name, void *value, socklen_t *len)
 {
@@ -352,7 +352,7 @@ Test(listen, the_peer_is_gone_on_an_older_kernel)
     teardown(&w);
 }
 
-/* ---- without descriptors --------------------------------------------------------------------- */
+/* ---- without descriptors */
 
 static int accept_errno, accept_failures, accept_calls;
 
@@ -455,7 +455,7 @@ Test(listen, the_real_descriptor_limit)
     teardown(&w);
 }
 
-/* ---- socket files ---------------------------------------------------------------------------- */
+/* ---- socket files */
 
 static void bind_stale(const char *path)
 {
@@ -673,7 +673,7 @@ Test(listen, several_sockets)
     teardown(&w);
 }
 
-/* ---- the lock -------------------------------------------------------------------------------- */
+/* ---- the lock */
 
 Test(listen, one_daemon_per_runtime_directory)
 {

@@ -12,8 +12,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-/* ---- a world without journal, terminal and clock ----------------------------------------------
- */
+/* ---- a world without journal, terminal and clock */
 
 static char out[16384]; /* what was written to stderr */
 static size_t out_bytes;
@@ -115,8 +114,7 @@ static bool has_field(const char *field)
     return false;
 }
 
-/* ---- stderr -----------------------------------------------------------------------------------
- */
+/* ---- stderr */
 
 Test(log, prefixes_lines_with_their_priority)
 {
@@ -259,8 +257,7 @@ Test(log, preserves_errno)
     cr_assert_eq(errno, ENOSPC);
 }
 
-/* ---- journal ----------------------------------------------------------------------------------
- */
+/* ---- journal */
 
 Test(log, writes_journal_entries_with_fields)
 {
@@ -334,8 +331,7 @@ Test(log, knows_when_stderr_leads_to_the_journal)
     close(fds[1]);
 }
 
-/* ---- limits -----------------------------------------------------------------------------------
- */
+/* ---- limits */
 
 Test(log, suppresses_repeated_lines_and_says_how_many)
 {
@@ -413,8 +409,7 @@ Test(log, a_broken_clock_silences_nothing)
     assert_out("<6>x\n<6>x\n");
 }
 
-/* ---- the real thing ---------------------------------------------------------------------------
- */
+/* ---- the real thing */
 
 #define THREADS 4
 #define LINES   200

@@ -58,7 +58,7 @@ static int signalled(void)
     return fd;
 }
 
-/* ---- descriptors ----------------------------------------------------------------------------- */
+/* ---- descriptors */
 
 struct item {
     struct loop *loop;
@@ -214,7 +214,7 @@ Test(loop, errors)
     loop_free(w.loop);
 }
 
-/* ---- timers ---------------------------------------------------------------------------------- */
+/* ---- timers */
 
 static void record_time(void *arg)
 {
@@ -421,7 +421,7 @@ Test(loop, timers_are_freed_inside_a_callback)
     loop_free(w.loop);
 }
 
-/* ---- deferred work --------------------------------------------------------------------------- */
+/* ---- deferred work */
 
 static void defer_again(void *arg)
 {
@@ -497,7 +497,7 @@ Test(loop, work_may_cancel_work)
     loop_free(w.loop);
 }
 
-/* ---- hooks ----------------------------------------------------------------------------------- */
+/* ---- hooks */
 
 struct hook_log {
     struct world *w;
@@ -595,7 +595,7 @@ Test(loop, hooks_may_shorten_the_sleep)
     loop_free(w.loop);
 }
 
-/* ---- running --------------------------------------------------------------------------------- */
+/* ---- running */
 
 static void stop_third(void *arg)
 {

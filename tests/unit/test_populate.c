@@ -13,7 +13,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-/* ---- populating ---- */
+/* ---- populating */
 
 struct seen {
     pid_t thread;
@@ -403,7 +403,7 @@ Test(populate, make_is_cancelled)
     world_assert_nothing_left();
 }
 
-/* ---- the guard ---- */
+/* ---- the guard */
 
 TestSuite(guard, .init = world_setup);
 

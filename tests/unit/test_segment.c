@@ -17,7 +17,7 @@
 
 #include <hugetlbfs.h>
 
-/* ---- the ladder ---- */
+/* ---- the ladder */
 
 TestSuite(ladder, .init = world_setup);
 
@@ -511,7 +511,7 @@ Test(ladder, destructors_take_null)
     segment_unreserve(&r);
 }
 
-/* ---- every system call fails in turn ---- */
+/* ---- every system call fails in turn */
 
 static const struct populate_options two_threads = {.threads = 2, .slice = 1};
 
@@ -647,7 +647,7 @@ Test(faults, interrupted, .init = world_setup)
     world_assert_nothing_left();
 }
 
-/* ---- mapping ---- */
+/* ---- mapping */
 
 TestSuite(map, .init = world_setup);
 
@@ -992,7 +992,7 @@ Test(map, a_failed_chunk_is_not_accessible)
     world_assert_nothing_left();
 }
 
-/* ---- what a reader cannot do ---- */
+/* ---- what a reader cannot do */
 
 #define expect(status, condition)                                                                  \
     do {                                                                                           \

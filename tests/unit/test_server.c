@@ -12,7 +12,7 @@
 
 TestSuite(server, .timeout = 60);
 
-/* ---- requests and answers -------------------------------------------------------------------- */
+/* ---- requests and answers */
 
 Test(server, a_request_is_answered)
 {
@@ -100,7 +100,7 @@ Test(server, unknown_requests_are_the_dispatchers)
     teardown(&w);
 }
 
-/* ---- what breaks a connection ---------------------------------------------------------------- */
+/* ---- what breaks a connection */
 
 static void check_bad_bytes(const void *bytes, size_t len, int status)
 {
@@ -258,7 +258,7 @@ Test(server, who_stops_sending_still_gets_answers)
     teardown(&w);
 }
 
-/* ---- silent, slow, greedy -------------------------------------------------------------------- */
+/* ---- silent, slow, greedy */
 
 Test(server, silent_peers_are_sent_away)
 {
@@ -467,7 +467,7 @@ Test(server, long_answers_are_errors_of_the_dispatcher)
     teardown(&w);
 }
 
-/* ---- events ---------------------------------------------------------------------------------- */
+/* ---- events */
 
 Test(server, events_are_not_piled_up)
 {
@@ -545,7 +545,7 @@ Test(server, who_has_not_spoken_gets_no_event)
     teardown(&w);
 }
 
-/* ---- ends ------------------------------------------------------------------------------------ */
+/* ---- ends */
 
 static void close_at_once(struct world *w, struct conn *conn, const Kvd__Proto__Request *request)
 {
@@ -680,7 +680,7 @@ Test(server, the_server_goes_first)
     teardown(&w);
 }
 
-/* ---- descriptors for clients ----------------------------------------------------------------- */
+/* ---- descriptors for clients */
 
 static int reply_fds(struct world *w, struct conn *conn, uint64_t id, unsigned n)
 {

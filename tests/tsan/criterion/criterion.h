@@ -32,7 +32,7 @@ __attribute__((weak)) struct plain_test *plain_tests;
 
 #define cr_assert_fail(...)                                                                        \
     do {                                                                                           \
-        fprintf(stderr, "%s:%d: failed: ", __FILE__, __LINE__);                                   \
+        fprintf(stderr, "%s:%d: failed: ", __FILE__, __LINE__);                                    \
         fprintf(stderr, "" __VA_ARGS__);                                                           \
         fputc('\n', stderr);                                                                       \
         abort();                                                                                   \
@@ -44,18 +44,18 @@ __attribute__((weak)) struct plain_test *plain_tests;
             cr_assert_fail(__VA_ARGS__);                                                           \
         }                                                                                          \
     } while (0)
-#define cr_assert_not(condition, ...) cr_assert(!(condition), ##__VA_ARGS__)
-#define cr_assert_eq(a, b, ...) cr_assert((a) == (b), ##__VA_ARGS__)
-#define cr_assert_neq(a, b, ...) cr_assert((a) != (b), ##__VA_ARGS__)
-#define cr_assert_lt(a, b, ...) cr_assert((a) < (b), ##__VA_ARGS__)
-#define cr_assert_gt(a, b, ...) cr_assert((a) > (b), ##__VA_ARGS__)
-#define cr_assert_leq(a, b, ...) cr_assert((a) <= (b), ##__VA_ARGS__)
-#define cr_assert_geq(a, b, ...) cr_assert((a) >= (b), ##__VA_ARGS__)
-#define cr_assert_null(a, ...) cr_assert(!(a), ##__VA_ARGS__)
-#define cr_assert_not_null(a, ...) cr_assert((a) != NULL, ##__VA_ARGS__)
-#define cr_assert_arr_eq(a, b, n, ...) cr_assert(memcmp((a), (b), (n)) == 0, ##__VA_ARGS__)
+#define cr_assert_not(condition, ...)   cr_assert(!(condition), ##__VA_ARGS__)
+#define cr_assert_eq(a, b, ...)         cr_assert((a) == (b), ##__VA_ARGS__)
+#define cr_assert_neq(a, b, ...)        cr_assert((a) != (b), ##__VA_ARGS__)
+#define cr_assert_lt(a, b, ...)         cr_assert((a) < (b), ##__VA_ARGS__)
+#define cr_assert_gt(a, b, ...)         cr_assert((a) > (b), ##__VA_ARGS__)
+#define cr_assert_leq(a, b, ...)        cr_assert((a) <= (b), ##__VA_ARGS__)
+#define cr_assert_geq(a, b, ...)        cr_assert((a) >= (b), ##__VA_ARGS__)
+#define cr_assert_null(a, ...)          cr_assert(!(a), ##__VA_ARGS__)
+#define cr_assert_not_null(a, ...)      cr_assert((a) != NULL, ##__VA_ARGS__)
+#define cr_assert_arr_eq(a, b, n, ...)  cr_assert(memcmp((a), (b), (n)) == 0, ##__VA_ARGS__)
 #define cr_assert_arr_neq(a, b, n, ...) cr_assert(memcmp((a), (b), (n)) != 0, ##__VA_ARGS__)
-#define cr_log_info(...) printf(__VA_ARGS__)
+#define cr_log_info(...)                printf(__VA_ARGS__)
 
 __attribute__((weak)) int main(void)
 {
