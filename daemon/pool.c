@@ -90,8 +90,8 @@ static int make_lists(struct pool *p)
     return p->ops->make(p->slots, &p->policy);
 }
 
-/* Slots of a chunk: as many as its size says, such that each part's segment is whole hugepages and the
- * next chunk continues at the same stride. */
+/* Slots of a chunk: as many as its size says, such that each part's segment is whole hugepages and
+ * the next chunk continues at the same stride. */
 static uint64_t chunk_slots_for(const struct pool_spec *spec, uint64_t page)
 {
     uint64_t slots = spec->chunk_bytes / (spec->part_bytes * spec->parts);
@@ -115,8 +115,8 @@ static uint64_t slots_of_chunk(const struct pool *p, uint32_t chunk)
     return p->slots - first < p->chunk_slots ? p->slots - first : p->chunk_slots;
 }
 
-/* "hugetlbfs, 2048 KiB pages", and what kept chunks from a better rung; a pool may stand on several when
- * hugepages ran out half-way. */
+/* "hugetlbfs, 2048 KiB pages", and what kept chunks from a better rung; a pool may stand on several
+ * when hugepages ran out half-way. */
 static void describe(struct pool *p, const struct segment *s, const struct segment_reasons *why)
 {
     size_t n = strlen(p->ladder);
@@ -131,8 +131,7 @@ static void describe(struct pool *p, const struct segment *s, const struct segme
         n += (size_t)snprintf(p->ladder + n, sizeof(p->ladder) - n, "%s, %llu KiB pages",
                               segment_rung_name(s->rung), (unsigned long long)s->page_size >> 10);
     for (unsigned i = 0; i < why->n && n < sizeof(p->ladder); i++)
-        n += (size_t)snprintf(p->ladder + n, sizeof(p->ladder) - n, "; not %s: %s",
-                              segment_rung_name(why->list[i].rung), why->list[i].text);
+        n += (size_t)snprintf(p->ladder + n, sizeof(p->ladder) - n, "; not %s", why->list[i].text);
 }
 
 static void explain(char *ret_why, size_t n, const struct pool_spec *spec,

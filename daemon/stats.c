@@ -13,8 +13,14 @@ struct metric {
     size_t offset; /* of a uint64_t in its struct */
 };
 
-#define POOL_METRIC(name, field, help) {name, help, offsetof(struct pool_stats, field)}
-#define CORE_METRIC(name, field, help) {name, help, offsetof(struct core_stats, field)}
+#define POOL_METRIC(name, field, help)                                                             \
+    {                                                                                              \
+        name, help, offsetof(struct pool_stats, field)                                             \
+    }
+#define CORE_METRIC(name, field, help)                                                             \
+    {                                                                                              \
+        name, help, offsetof(struct core_stats, field)                                             \
+    }
 
 static const struct metric pool_metrics[] = {
     POOL_METRIC("kvd_committed_objects_total", committed, "Objects that became visible"),
@@ -28,7 +34,7 @@ static const struct metric pool_metrics[] = {
     POOL_METRIC("kvd_reserve_pending_total", reserve_pending, "Keys that another writer had"),
     POOL_METRIC("kvd_reserve_present_total", reserve_present, "Keys that were stored already"),
     POOL_METRIC("kvd_reserve_refused_total", reserve_refused, "Keys refused: no slot, or a quota"),
-    POOL_METRIC("kvd_eviction_restored_total", restored, "Hidden, then found pinned"),
+    POOL_METRIC("kvd_eviction_restored_total", restored, "Taken for eviction or removal, then found pinned"),
     POOL_METRIC("kvd_eviction_pinned_total", pins_in_way, "Candidates that were pinned"),
     POOL_METRIC("kvd_observed_keys_total", observed, "Uses reported by engines"),
     POOL_METRIC("kvd_socket_lookup_keys_total", lookups, "Keys looked up through a socket"),
@@ -38,7 +44,7 @@ static const struct metric pool_metrics[] = {
 static const struct metric core_metrics[] = {
     CORE_METRIC("kvd_ring_requests_total", requests, "Requests taken from rings"),
     CORE_METRIC("kvd_wakes_sent_total", wakes_sent, "Wake-ups sent to processes"),
-    CORE_METRIC("kvd_sessions_total", sessions, "Sessions that were made"),
+    CORE_METRIC("kvd_sessions_made_total", sessions, "Sessions that were made"),
     CORE_METRIC("kvd_sessions_reaped_total", reaped, "Sessions that were buried"),
     CORE_METRIC("kvd_sessions_broken_total", broken, "Sessions whose memory made no sense"),
 };
@@ -56,7 +62,7 @@ static const struct {
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
 #define PER_POOL (COUNT(pool_metrics) + COUNT(slot_metrics) + 2)
-#define OF_CORE (COUNT(core_metrics) + 2)
+#define OF_CORE  (COUNT(core_metrics) + 2)
 
 struct stats_room {
     size_t n, max;
@@ -64,8 +70,8 @@ struct stats_room {
     char (*names)[132]; /* per pool */
 };
 
-static void add(struct stats_room *m, const char *name, const char *help, uint64_t value, bool gauge,
-                char *pool)
+static void add(struct stats_room *m, const char *name, const char *help, uint64_t value,
+                bool gauge, char *pool)
 {
     Kvd__Proto__Stat *s = &m->stat[m->n];
 
