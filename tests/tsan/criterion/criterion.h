@@ -11,20 +11,37 @@
 #include <stdlib.h>
 #include <string.h>
 
-struct plain_test {
+struct plain_suite {
+    void (*init)(void), (*fini)(void); /* by name, as Criterion's */
     const char *name;
+    struct plain_suite *next;
+};
+
+struct plain_test {
+    const char *suite, *name;
     void (*run)(void);
     struct plain_test *next;
 };
 
 /* Weak: a test of several files includes this several times. */
 __attribute__((weak)) struct plain_test *plain_tests;
+__attribute__((weak)) struct plain_suite *plain_suites;
+
+#define TestSuite(suite, ...)                                                                      \
+    __attribute__((constructor)) static void suite##_suite_add(void)                               \
+    {                                                                                              \
+        static struct plain_suite self = {__VA_ARGS__};                                            \
+        self.name = #suite;                                                                        \
+        self.next = plain_suites;                                                                  \
+        plain_suites = &self;                                                                      \
+    }                                                                                              \
+    struct plain_suite
 
 #define Test(suite, test, ...)                                                                     \
     static void suite##_##test(void);                                                              \
     __attribute__((constructor)) static void suite##_##test##_add(void)                            \
     {                                                                                              \
-        static struct plain_test self = {#suite "::" #test, suite##_##test, NULL};                 \
+        static struct plain_test self = {#suite, #test, suite##_##test, NULL};                     \
         self.next = plain_tests;                                                                   \
         plain_tests = &self;                                                                       \
     }                                                                                              \
@@ -57,14 +74,30 @@ __attribute__((weak)) struct plain_test *plain_tests;
 #define cr_assert_arr_neq(a, b, n, ...) cr_assert(memcmp((a), (b), (n)) != 0, ##__VA_ARGS__)
 #define cr_log_info(...)                printf(__VA_ARGS__)
 
+static inline const struct plain_suite *plain_suite_of(const struct plain_test *test)
+{
+    static const struct plain_suite none = {.init = NULL};
+
+    for (const struct plain_suite *s = plain_suites; s; s = s->next)
+        if (strcmp(s->name, test->suite) == 0)
+            return s;
+    return &none;
+}
+
 __attribute__((weak)) int main(void)
 {
     size_t n = 0;
 
     for (struct plain_test *test = plain_tests; test; test = test->next, n++) {
-        printf("%s\n", test->name);
+        const struct plain_suite *suite = plain_suite_of(test);
+
+        printf("%s::%s\n", test->suite, test->name);
         fflush(stdout);
+        if (suite->init)
+            suite->init();
         test->run();
+        if (suite->fini)
+            suite->fini();
     }
     printf("%zu passed, 0 failed\n", n);
     return n ? 0 : 1;
