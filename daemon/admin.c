@@ -20,8 +20,9 @@ static int need_admin(struct call *c)
 {
     if (c->session->role == ROLE_ADMIN)
         return 0;
-    return call_fail(c, -EACCES, "this needs an administrator's socket (role = admin); kvctl takes "
-                                 "it with -s PATH");
+    return call_fail(c, -EACCES,
+                     "this needs an administrator's socket (role = admin); kvctl takes "
+                     "it with -s PATH");
 }
 
 /* ---- status */
@@ -123,8 +124,7 @@ static int send_status(struct call *c, struct status_room *m)
         m->sockets[i] = &m->socket[i];
         kvd__proto__socket_status__init(&m->socket[i]);
         m->socket[i].path = (char *)s->sockets[i].path;
-        m->socket[i].role =
-            (char *)session_role_name((enum session_role)s->sockets[i].role);
+        m->socket[i].role = (char *)session_role_name((enum session_role)s->sockets[i].role);
         m->socket[i].n_spaces = s->sockets[i].n_spaces;
         m->socket[i].spaces = (char **)s->sockets[i].spaces;
         m->socket[i].connections = server_connections(s->server, &s->sockets[i]);
@@ -184,7 +184,7 @@ static void session_info(struct session *s, struct session_room *m)
     struct session_pins pins = {.objects = 0};
 
     kvd__proto__session_info__init(x);
-    session_count_pins(s, &pins);
+    session_count_pins(s, NULL, &pins);
     x->session = s->id;
     x->pid = (uint32_t)s->pid;
     x->has_uid = x->has_oldest_pin_age_s = x->has_idle_s = true;
@@ -353,9 +353,10 @@ static void why_gone(const struct pool *p, const struct shm_key *key, Kvd__Proto
         snprintf(detail, n, "it was the coldest object when memory was needed");
         break;
     case HISTORY_REFUSED:
-        snprintf(detail, n, "%s", (int)h->detail == ENOSPC ? "every slot was pinned, reserved or quarantined"
-                                  : (int)h->detail == EDQUOT ? "a quota was used up"
-                                                             : strerror((int)h->detail));
+        snprintf(detail, n, "%s",
+                 (int)h->detail == ENOSPC   ? "every slot was pinned, reserved or quarantined"
+                 : (int)h->detail == EDQUOT ? "a quota was used up"
+                                            : strerror((int)h->detail));
         break;
     case HISTORY_ABORTED:
         snprintf(detail, n, "session %u gave its slot back", h->detail);

@@ -35,7 +35,7 @@
 #define SECTIONS_MAX                                                                               \
     (2 + CONFIG_SPACES_MAX + CONFIG_POOLS_MAX + CONFIG_SOCKETS_MAX + CONFIG_TENANTS_MAX)
 
-/* ---- building ----------------------------------------------------------------------------- */
+/* ---- building */
 
 struct origin {
     const char *file; /* NULL: nowhere, a default */
@@ -127,7 +127,7 @@ static struct section *find_section(struct builder *b, enum config_kind kind, co
     return NULL;
 }
 
-/* ---- section headers ---------------------------------------------------------------------- */
+/* ---- section headers */
 
 /* The number of one more of a kind, or why there is no room. */
 static int take(uint32_t *count, uint32_t max, enum config_kind kind, char *why)
@@ -297,7 +297,7 @@ static struct section *enter_section(struct builder *b, char *line, struct origi
     return s;
 }
 
-/* ---- keys of a section -------------------------------------------------------------------- */
+/* ---- keys of a section */
 
 /* Exactly one of an either-or: a later file overrides, but one file must decide. */
 static int displace(struct section *s, const struct config_key *key, struct origin at, char *why)
@@ -340,7 +340,7 @@ static int set_key(struct section *s, const char *name, const char *value, struc
     return key->parse(key, value, (char *)s->object + key->offset, why);
 }
 
-/* ---- reading ------------------------------------------------------------------------------ */
+/* ---- reading */
 
 struct reader {
     struct builder *b;
@@ -543,7 +543,7 @@ static int read_dropins(struct builder *b, const char *path)
     return r;
 }
 
-/* ---- cross checks ------------------------------------------------------------------------- */
+/* ---- cross checks */
 
 static void check_daemon(struct builder *b, struct section *s)
 {
@@ -901,7 +901,7 @@ static void finish(struct builder *b)
     qsort(c->tenants, c->tenant_count, sizeof(c->tenants[0]), compare_tenants);
 }
 
-/* ---- loading ------------------------------------------------------------------------------ */
+/* ---- loading */
 
 static int builder_init(struct builder *b, config_error_fn fn, void *arg)
 {
@@ -979,7 +979,7 @@ void config_problem_print(void *arg, const struct config_problem *p)
         fprintf(arg, "%s: %s: %s\n", p->file, severity, p->text);
 }
 
-/* ---- questions ---------------------------------------------------------------------------- */
+/* ---- questions */
 
 ssize_t config_space_identity(const struct config_space *space, char *buf, size_t size)
 {

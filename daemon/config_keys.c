@@ -21,7 +21,7 @@
 
 #define POPULATE_THREADS_MAX 64u
 
-/* ---- advice ------------------------------------------------------------------------------- */
+/* ---- advice */
 
 int config_complain(char *why, const char *fmt, ...)
 {
@@ -81,7 +81,7 @@ void config_advise(char *why, const char *word, const char *const *names, size_t
                                  i == 0 ? "; there is " : ", ", names[i]);
 }
 
-/* ---- values ------------------------------------------------------------------------------- */
+/* ---- values */
 
 struct unit {
     const char *name;
@@ -565,7 +565,7 @@ uint64_t config_resolve_mark(uint64_t mark, uint64_t slots)
     return mark & MARK_SHARE ? slots * (mark & ~MARK_SHARE) / 1000000 : mark;
 }
 
-/* ---- keys --------------------------------------------------------------------------------- */
+/* ---- keys */
 
 #define FIELD(type, member)                                                                        \
     .offset = offsetof(struct type, member), .size = sizeof(((struct type *)NULL)->member)

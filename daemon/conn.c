@@ -63,7 +63,7 @@ bool conn_has_spoken(const struct conn *conn)
     return conn->spoke;
 }
 
-/* ---- ends ------------------------------------------------------------------------------------ */
+/* ---- ends */
 
 void conn_close(struct conn *conn)
 {
@@ -105,7 +105,7 @@ static void start_deadline(struct conn *conn)
     server_arm(conn->server);
 }
 
-/* ---- sending --------------------------------------------------------------------------------- */
+/* ---- sending */
 
 static bool may_read(const struct conn *conn)
 {
@@ -269,7 +269,7 @@ void conn_expire(struct conn *conn)
     conn_close(conn);
 }
 
-/* ---- receiving ------------------------------------------------------------------------------- */
+/* ---- receiving */
 
 static void fail_protocol(struct conn *conn, int status, const char *message)
 {
@@ -401,7 +401,7 @@ static void conn_ready(void *arg, uint32_t events)
         conn_close(conn); /* nobody is left to read what we wait to send */
 }
 
-/* ---- beginning ------------------------------------------------------------------------------- */
+/* ---- beginning */
 
 int conn_new(struct listener *listener, int fd, const struct peer *peer)
 {
@@ -437,7 +437,7 @@ int conn_new(struct listener *listener, int fd, const struct peer *peer)
     return 0;
 }
 
-/* ---- what the dispatcher asks ---------------------------------------------------------------- */
+/* ---- what the dispatcher asks */
 
 void conn_set_user(struct conn *conn, void *user)
 {

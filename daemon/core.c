@@ -71,7 +71,8 @@ static void on_populate(uint64_t done, uint64_t total, void *userdata)
         x->fn(x->before + done, x->total, x->arg);
 }
 
-static void fill_space(struct core *c, struct space *s, uint32_t id, const struct config_space *from)
+static void fill_space(struct core *c, struct space *s, uint32_t id,
+                       const struct config_space *from)
 {
     s->core = c;
     s->id = id;

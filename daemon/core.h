@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The core: everything that only one thread may change. Owned by main, driven by the loop's callbacks
- * (daemon/server.c for the sockets, daemon/rings.c for shared memory), never by another thread.
+ * The core: everything that only one thread may change. Owned by main, driven by the loop's
+ * callbacks (daemon/server.c for the sockets, daemon/rings.c for shared memory), never by another
+ * thread.
  */
 #ifndef KVD_DAEMON_CORE_H
 #define KVD_DAEMON_CORE_H
@@ -15,7 +16,7 @@
 #include "daemon/tenant.h"
 #include "shm/layout.h"
 
-#define CORE_MAX_POOLS 256u
+#define CORE_MAX_POOLS  256u
 #define CORE_MAX_SPACES 64u
 
 struct config;
@@ -93,7 +94,8 @@ void core_free(struct core *c);
 
 struct pool *core_pool(struct core *c, uint32_t id);
 
-/* Background work of one turn (water marks, quarantine, purging, lingering). True: call again soon. */
+/* Background work of one turn (water marks, quarantine, purging, lingering). True: call again
+ * soon. */
 bool core_work(struct core *c);
 
 /* Milliseconds until core_work() has something to do by itself; -1: nothing. */

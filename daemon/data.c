@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * The data path for programs that map nothing: the same core functions, bytes inline in the messages.
- * Pins taken here are counted in the daemon's memory, in the layout of a pin segment, so that eviction
- * sees no difference.
+ * The data path for programs that map nothing: the same core functions, bytes inline in the
+ * messages. Pins taken here are counted in the daemon's memory, in the layout of a pin segment, so
+ * that eviction sees no difference.
  */
 #include <errno.h>
 #include <stdlib.h>
@@ -80,8 +80,7 @@ static int check_pin_quota(struct call *c, const struct attach *a, size_t n)
 
     if (!max || (a->own_pinned + n) * p->part_bytes * p->parts <= max)
         return 0;
-    return call_fail(c, -EDQUOT, "that would pin more than max_pinned of space %s",
-                     p->space->name);
+    return call_fail(c, -EDQUOT, "that would pin more than max_pinned of space %s", p->space->name);
 }
 
 static int send_pins(struct call *c, const struct shm_pinned *pinned, size_t n, size_t held)
@@ -194,8 +193,8 @@ static void copy_meta(const struct shm_meta *m, Kvd__Proto__Meta *ret, Kvd__Prot
     if (!m->has_parent)
         return;
     kvd__proto__key__init(parent);
-    parent->hash = (ProtobufCBinaryData){.data = (uint8_t *)m->parent.hash,
-                                         .len = sizeof(m->parent.hash)};
+    parent->hash =
+        (ProtobufCBinaryData){.data = (uint8_t *)m->parent.hash, .len = sizeof(m->parent.hash)};
     parent->has_group = true;
     parent->group = m->parent.group;
     ret->parent = parent;
@@ -281,7 +280,7 @@ static int reserve(struct call *c)
     all = calloc(q->n_keys + 1, sizeof(*all));
     list = calloc(q->n_keys + 1, sizeof(*list));
     for (size_t i = 0; all && list && i < q->n_keys; i++) {
-        const struct shm_key *parent = i == 0 ? (q->parent ? &first : NULL)
+        const struct shm_key *parent = i == 0                     ? (q->parent ? &first : NULL)
                                        : q->has_chain && q->chain ? &keys[i - 1]
                                                                   : NULL;
         struct reservation got;

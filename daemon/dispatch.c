@@ -61,10 +61,12 @@ static int check_versions(struct call *c, const Kvd__Proto__Hello *h)
                          "no common protocol version: kvd %s speaks %u to %u, you %u to %u; update "
                          "the older of the two",
                          KVD_VERSION, PROTOCOL_MIN, PROTOCOL_MAX, h->version_min, h->version_max);
-    /* The pidfd is that of whoever called connect(). A child that inherited the socket is somebody else. */
+    /* The pidfd is that of whoever called connect(). A child that inherited the socket is somebody
+     * else. */
     if (h->has_start_time && conn_start_time(c->conn) && h->start_time != conn_start_time(c->conn))
-        return call_fail(c, -EPERM, "the process that connected is not the one that says hello; "
-                                    "connect after fork, not before");
+        return call_fail(c, -EPERM,
+                         "the process that connected is not the one that says hello; "
+                         "connect after fork, not before");
     return 0;
 }
 
@@ -215,8 +217,7 @@ static int send_space(struct call *c, struct space *s)
     reply.pools = list;
     reply.scheme = s->scheme;
     reply.has_first_parent = s->first_parent_len > 0;
-    reply.first_parent =
-        (ProtobufCBinaryData){.data = s->first_parent, .len = s->first_parent_len};
+    reply.first_parent = (ProtobufCBinaryData){.data = s->first_parent, .len = s->first_parent_len};
     reply.has_block_tokens = true;
     reply.block_tokens = s->block_tokens;
     reply.identity = s->identity;
@@ -246,8 +247,9 @@ static int space_open(struct call *c)
     if (s->offline)
         return call_fail(c, -EIO, "space %s is offline: %s", s->name, s->offline);
     if (q->has_write && q->write && c->session->role < ROLE_WRITER)
-        return call_fail(c, -EACCES, "this socket has the role reader: open the space without "
-                                     "write, or use a writer's socket");
+        return call_fail(c, -EACCES,
+                         "this socket has the role reader: open the space without "
+                         "write, or use a writer's socket");
     r = space_check_claim(s, &claim, c->message, sizeof(c->message));
     return r < 0 ? r : send_space(c, s);
 }

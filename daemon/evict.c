@@ -3,24 +3,27 @@
  * Taking live objects out of a pool. The core's side of the pin protocol (A0..A4, shm/layout.h), in
  * batches: one fence and two passes over the counters for up to BATCH victims.
  *
- * Counters lie in memory that their owners can truncate or fill with anything. A pass over one source
- * runs under a guard; a source that faults belongs to a session that has destroyed its own pins: it is
- * dropped and the session broken. Values are only compared, never used as an index.
+ * Counters lie in memory that their owners can truncate or fill with anything. A pass over one
+ * source runs under a guard; a source that faults belongs to a session that has destroyed its own
+ * pins: it is dropped and the session broken. Values are only compared, never used as an index.
  */
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "daemon/space.h"
 #include "daemon/guard.h"
 #include "daemon/pool.h"
 #include "daemon/session.h"
+#include "daemon/space.h"
 
 #define BATCH 32u
 
-/* A full search that found nothing and took longer than this is not repeated at once: a writer that asks
- * for slots of a pool that is pinned all over would otherwise own the core thread. */
+/* A full search that found nothing and took longer than this is not repeated at once: a writer that
+ * asks for slots of a pool that is pinned all over would otherwise own the core thread. */
 #define SEARCH_NS 50000u
+
+/* Passes over all candidates, while some turn out to have been used since. */
+#define PASSES 4
 
 /* Until then only so many candidates are looked at: enough to notice a release before long. */
 #define SEARCH_SOME 256u
@@ -56,7 +59,8 @@ static int look(void *arg)
 
         if (counter(pin))
             x->b->pinned[i] = true;
-        /* By distance from now, so that stamps of the future and from before a wrap do not count. */
+        /* By distance from now, so that stamps of the future and from before a wrap do not
+         * count. */
         if (x->now - stamp < x->now - x->b->tick[i])
             x->b->tick[i] = stamp;
     }
@@ -182,9 +186,9 @@ static void drop(struct pool *p, uint32_t slot, enum history_event why, uint32_t
         p->stats.removed++;
 }
 
-/* A1..A4 for the slots of a batch, none of which the policy has. Those that are pinned are LIVE again
- * afterwards, and queued as used now; so are, without `heads`, those that still have children. Returns
- * how many were dropped. */
+/* A1..A4 for the slots of a batch, none of which the policy has. Those that are pinned are LIVE
+ * again afterwards, and queued as used now; so are, without `heads`, those that still have
+ * children. Returns how many were dropped. */
 static uint32_t take_out(struct pool *p, struct batch *b, bool heads, enum history_event why,
                          uint32_t detail)
 {
@@ -194,11 +198,12 @@ static uint32_t take_out(struct pool *p, struct batch *b, bool heads, enum histo
         return 0;
     for (uint32_t i = 0; i < b->n; i++)
         index_hide(p->index, p->table->slots[b->slot[i]].line); /* A1 */
-    shm_full_fence();                                          /* A2 pairs with R3 */
-    look_at_all(p, b);                                         /* A3 */
+    shm_full_fence();                                           /* A2 pairs with R3 */
+    look_at_all(p, b);                                          /* A3 */
     for (uint32_t i = 0; i < b->n; i++) {
         if (b->pinned[i] || (!heads && p->slot[b->slot[i]].children)) {
             index_restore(p->index, p->table->slots[b->slot[i]].line);
+            slot_unqueue(p, b->slot[i]); /* its last child may have left in this very batch */
             slot_queue(p, b->slot[i], b->pinned[i] ? now : b->tick[i], false);
             p->stats.restored += b->pinned[i];
             continue;
@@ -209,9 +214,11 @@ static uint32_t take_out(struct pool *p, struct batch *b, bool heads, enum histo
     return dropped;
 }
 
-/* A0: sorts out the pinned ones and those used since the policy last heard of them. */
-static void sift(struct pool *p, struct batch *b)
+/* A0: sorts out the pinned ones and those used since the policy last heard of them. True: there are
+ * some of the latter. */
+static bool sift(struct pool *p, struct batch *b)
 {
+    bool used = false;
     uint32_t n = 0, now = shm_load32(&p->index->tick);
     struct batch before = *b;
 
@@ -224,15 +231,18 @@ static void sift(struct pool *p, struct batch *b)
             p->stats.pins_in_way++;
         } else if (b->tick[i] != before.tick[i]) {
             slot_queue(p, s, b->tick[i], false);
+            used = true;
         } else {
+            b->tick[n] = b->tick[i];
             b->slot[n++] = s;
         }
     }
     b->n = n;
+    return used;
 }
 
-/* The parent that would be the next candidate once `slot` is gone: nothing else hangs on it and it was
- * not used later. A chain leaves tail first, but in one batch. */
+/* The parent that would be the next candidate once `slot` is gone: nothing else hangs on it and it
+ * was not used later. A chain leaves tail first, but in one batch. */
 static uint32_t next_up(const struct pool *p, uint32_t slot)
 {
     const struct slot *s = &p->slot[slot];
@@ -261,8 +271,10 @@ static void sift_pinned(struct pool *p, struct batch *b)
     b->n = n;
 }
 
-/* Looks at `left` candidates at most. */
-static uint32_t evict_queued(struct pool *p, uint32_t want, uint32_t left, enum history_event why)
+/* Looks at `left` candidates at most. *ret_used: some have been used since the policy last heard of
+ * them. */
+static uint32_t evict_pass(struct pool *p, uint32_t want, uint32_t left, enum history_event why,
+                           bool *ret_used)
 {
     uint32_t freed = 0;
     uint32_t now = shm_load32(&p->index->tick);
@@ -284,8 +296,22 @@ static uint32_t evict_queued(struct pool *p, uint32_t want, uint32_t left, enum 
         }
         if (!b.n)
             break;
-        sift(p, &b);
+        *ret_used |= sift(p, &b);
         freed += take_out(p, &b, false, why, 0);
+    }
+    return freed;
+}
+
+static uint32_t evict_queued(struct pool *p, uint32_t want, uint32_t most, enum history_event why)
+{
+    uint32_t freed = 0;
+    bool used = true;
+
+    /* Now that the policy knows, they are candidates like any other; perhaps there are no others. More
+     * than twice only while readers come and go all the time. */
+    for (int passes = 0; passes < PASSES && freed < want && used; passes++) {
+        used = false;
+        freed += evict_pass(p, want - freed, most, why, &used);
     }
     return freed;
 }
@@ -361,11 +387,14 @@ uint32_t pool_remove(struct pool *p, const uint32_t *slots, uint32_t n, enum his
 bool pool_keep_free(struct pool *p)
 {
     uint32_t free = p->count[SHM_SLOT_FREE];
-    uint32_t step = 4 * BATCH, want;
+    uint32_t step = 4 * BATCH, want = p->high_water - free;
 
-    if (free >= p->low_water)
+    if (free < p->low_water)
+        p->making_room = true;
+    if (!p->making_room)
         return false;
-    want = p->high_water - free;
-    return pool_evict(p, want < step ? want : step, HISTORY_EVICTED) > 0 &&
-           p->count[SHM_SLOT_FREE] < p->high_water;
+    p->making_room = free < p->high_water &&
+                     pool_evict(p, want < step ? want : step, HISTORY_EVICTED) > 0 &&
+                     p->count[SHM_SLOT_FREE] < p->high_water;
+    return p->making_room;
 }

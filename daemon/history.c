@@ -41,8 +41,8 @@ static uint64_t place_of(const struct history *h, const struct shm_key *key)
 void history_add(struct history *h, const struct shm_key *key, enum history_event event,
                  uint32_t detail, uint64_t now_ms)
 {
-    h->records[place_of(h, key)] = (struct history_record){
-        .key = *key, .event = event, .detail = detail, .when_ms = now_ms};
+    h->records[place_of(h, key)] =
+        (struct history_record){.key = *key, .event = event, .detail = detail, .when_ms = now_ms};
 }
 
 const struct history_record *history_find(const struct history *h, const struct shm_key *key)

@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What became of keys that are no longer here, for `kvctl why`: a table of the last events, one per key,
- * in which newer ones overwrite older ones that fall on the same place. */
+/* What became of keys that are no longer here, for `kvctl why`: a table of the last events, one per
+ * key, in which newer ones overwrite older ones that fall on the same place. */
 #ifndef KVD_DAEMON_HISTORY_H
 #define KVD_DAEMON_HISTORY_H
 

@@ -67,14 +67,14 @@ int index_insert(struct shm_index *ix, const struct shm_key *key, uint32_t epoch
             return -ENOSPC;
     }
     e = &ix->lines[line];
-    /* A reader that saw the line's former key LIVE and is still comparing must not take half of this
-     * key for its own: it re-reads the word (R4), which has been EMPTY since before these stores. */
+    /* A reader that saw the line's former key LIVE and is still comparing must not take half of
+     * this key for its own: it re-reads the word (R4), which has been EMPTY since before these
+     * stores. */
     atomic_thread_fence(memory_order_release);
     store_key(e, key, epoch);
     /* The path first: a reader that can see the key must be able to reach it. */
     count_overflow(ix, home, line, 1);
-    atomic_store_explicit(&e->word,
-                          shm_word(shm_word_generation(word_of(e)), SHM_PENDING, slot),
+    atomic_store_explicit(&e->word, shm_word(shm_word_generation(word_of(e)), SHM_PENDING, slot),
                           memory_order_release); /* pairs with R1 */
     *ret_line = (uint32_t)line;
     return 0;

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Doubly linked lists: of structs (struct list) and of slots, which are numbers (struct slot_list). */
+/* Doubly linked lists: of structs (struct list) and of slots, which are numbers (struct
+ * slot_list). */
 #ifndef KVD_DAEMON_LIST_H
 #define KVD_DAEMON_LIST_H
 
@@ -37,13 +38,13 @@ static inline void list_remove(struct list *item)
     list_init(item);
 }
 
-#define list_entry(item, type, member) ((type *)((char *)(item) - offsetof(type, member)))
+#define list_entry(item, type, member) ((type *)((char *)(item)-offsetof(type, member)))
 
 /* Safe against removal of the current item. */
-#define kvd_list_for_each(pos, tmp, head) \
+#define kvd_list_for_each(pos, tmp, head)                                                          \
     for (pos = (head)->next, tmp = pos->next; pos != (head); pos = tmp, tmp = pos->next)
 
-/* ---- lists of slots: links live in an array indexed by slot ------------------------------------------ */
+/* ---- lists of slots: links live in an array indexed by slot */
 
 #define SLOT_NONE UINT32_MAX
 

@@ -76,8 +76,7 @@ uint64_t log_lost(const struct log *log)
     return atomic_load_explicit(&log->lost, memory_order_relaxed);
 }
 
-/* ---- text -------------------------------------------------------------------------------------
- */
+/* ---- text */
 
 /* C1 controls are two bytes in UTF-8; some terminals obey them. */
 static bool is_c1(unsigned char a, unsigned char b)
@@ -156,8 +155,7 @@ static void format_prefix(const struct log *log, int level, char *buf, size_t si
     }
 }
 
-/* ---- targets ----------------------------------------------------------------------------------
- */
+/* ---- targets */
 
 /* Bounded: a stderr that nobody reads, set non-blocking, must not hold the core thread. */
 static int write_all(const struct log *log, const char *buf, size_t bytes)
@@ -259,8 +257,7 @@ void log_write(struct log *log, int level, const struct log_fields *fields, cons
     va_end(ap);
 }
 
-/* ---- repeated lines ---------------------------------------------------------------------------
- */
+/* ---- repeated lines */
 
 /* Is the limit's interval over (or none begun)? A clock that fails must not silence anything. */
 static bool interval_over(const struct log *log, const struct log_limit *limit, uint64_t *ret_now)

@@ -83,8 +83,7 @@ uint64_t log_lost(const struct log *log);
 void log_write(struct log *log, int level, const struct log_fields *fields, const char *fmt, ...)
     __attribute__((format(printf, 4, 5)));
 
-/* ---- repeated lines ---------------------------------------------------------------------------
- */
+/* ---- repeated lines */
 
 /* At most `burst` lines per interval pass; set those two, zero the rest. One limit per kind of
  * line. */

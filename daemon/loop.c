@@ -116,7 +116,7 @@ void loop_set_hooks(struct loop *loop, const struct loop_hooks *hooks)
     loop->hooks = hooks ? *hooks : (struct loop_hooks){0};
 }
 
-/* ---- descriptors ----------------------------------------------------------------------------- */
+/* ---- descriptors */
 
 int loop_add(struct loop *loop, int fd, uint32_t events, loop_source_fn fn, void *arg,
              struct loop_source **ret_source)
@@ -165,7 +165,7 @@ static void call_sources(struct epoll_event *events, int n)
     }
 }
 
-/* ---- timers: a binary heap ordered by deadline ----------------------------------------------- */
+/* ---- timers: a binary heap ordered by deadline */
 
 static void place(struct loop *loop, int at, struct loop_timer *timer)
 {
@@ -288,7 +288,7 @@ static void call_timers(struct loop *loop)
     }
 }
 
-/* ---- deferred work --------------------------------------------------------------------------- */
+/* ---- deferred work */
 
 void loop_deferred_init(struct loop_deferred *deferred, loop_fn fn, void *arg)
 {
@@ -328,7 +328,7 @@ static void call_deferred(struct loop *loop)
     }
 }
 
-/* ---- turns ----------------------------------------------------------------------------------- */
+/* ---- turns */
 
 /* Rounded up: waking a millisecond early would spin until the timer is due. */
 static int timeout_ms(const struct loop *loop)

@@ -51,16 +51,18 @@ static uint64_t monotonic_ns(void *arg)
 
 static void usage(FILE *f)
 {
-    fputs("Usage: kvd [-c FILE] [--check]\n"
-          "Keeps the KV cache of language models in shared memory, for all workers of this host.\n\n"
-          "  -c, --config FILE  configuration (default " CONFIG_FILE ", then conf.d/*.conf beside it)\n"
-          "      --check        read the configuration, print every problem, and exit\n"
-          "  -h, --help         this text\n"
-          "  -V, --version      version\n\n"
-          "Runs in the foreground and logs to stderr or the journal. SIGTERM or SIGINT: clean stop.\n"
-          "Exit status: 0 stopped as asked, 1 could not start or run, 2 wrong usage.\n"
-          "Look at it with kvctl(1): `kvctl status`, `kvctl check`. Manual: kvd(8), kvd.conf(5).\n",
-          f);
+    fputs(
+        "Usage: kvd [-c FILE] [--check]\n"
+        "Keeps the KV cache of language models in shared memory, for all workers of this host.\n\n"
+        "  -c, --config FILE  configuration (default " CONFIG_FILE
+        ", then conf.d/*.conf beside it)\n"
+        "      --check        read the configuration, print every problem, and exit\n"
+        "  -h, --help         this text\n"
+        "  -V, --version      version\n\n"
+        "Runs in the foreground and logs to stderr or the journal. SIGTERM or SIGINT: clean stop.\n"
+        "Exit status: 0 stopped as asked, 1 could not start or run, 2 wrong usage.\n"
+        "Look at it with kvctl(1): `kvctl status`, `kvctl check`. Manual: kvd(8), kvd.conf(5).\n",
+        f);
 }
 
 /* ---- start */
@@ -89,10 +91,11 @@ static void raise_limits(struct app *a)
     l.rlim_cur = l.rlim_max;
     setrlimit(RLIMIT_NOFILE, &l);
     if (l.rlim_max < a->config->daemon.max_connections * 2)
-        log_write(&a->log, LOG_WARNING, NULL,
-                  "only %llu file descriptors for max_connections = %u; fix: LimitNOFILE=%u in the unit",
-                  (unsigned long long)l.rlim_max, a->config->daemon.max_connections,
-                  a->config->daemon.max_connections * 4);
+        log_write(
+            &a->log, LOG_WARNING, NULL,
+            "only %llu file descriptors for max_connections = %u; fix: LimitNOFILE=%u in the unit",
+            (unsigned long long)l.rlim_max, a->config->daemon.max_connections,
+            a->config->daemon.max_connections * 4);
 }
 
 static bool term_is_pending(struct app *a)
@@ -133,10 +136,11 @@ static int take_lock(struct app *a)
     }
     r = server_lock(dir, &a->lock_fd, &holder);
     if (r == -EADDRINUSE)
-        log_write(&a->log, LOG_ERR, NULL,
-                  "another kvd (pid %d) uses %s; it was left alone. Stop it first, or give this one "
-                  "another runtime_dir",
-                  (int)holder, dir);
+        log_write(
+            &a->log, LOG_ERR, NULL,
+            "another kvd (pid %d) uses %s; it was left alone. Stop it first, or give this one "
+            "another runtime_dir",
+            (int)holder, dir);
     else if (r < 0)
         log_write(&a->log, LOG_ERR, NULL, "cannot lock %s: %s", dir, strerror(-r));
     return r;
@@ -380,8 +384,10 @@ static int serve(const char *path, bool check_only)
 int main(int argc, char **argv)
 {
     static const struct option options[] = {
-        {"config", required_argument, NULL, 'c'}, {"check", no_argument, NULL, 'C'},
-        {"help", no_argument, NULL, 'h'},         {"version", no_argument, NULL, 'V'},
+        {"config", required_argument, NULL, 'c'},
+        {"check", no_argument, NULL, 'C'},
+        {"help", no_argument, NULL, 'h'},
+        {"version", no_argument, NULL, 'V'},
         {NULL, 0, NULL, 0},
     };
     const char *path = CONFIG_FILE;

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Least recently used, as a queue of buckets: one list per tick, a ring of the last LRU_BUCKETS ticks.
- * Adding, removing and taking are O(1), also for a slot whose last use is found out late (the stamps
- * beside the pin counters are read only when a slot comes up for eviction): it goes into the bucket of
- * that tick, not to the young end. What is older than the ring lies in the oldest bucket, in order.
+ * Least recently used, as a queue of buckets: one list per tick, a ring of the last LRU_BUCKETS
+ * ticks. Adding, removing and taking are O(1), also for a slot whose last use is found out late
+ * (the stamps beside the pin counters are read only when a slot comes up for eviction): it goes
+ * into the bucket of that tick, not to the young end. What is older than the ring lies in the
+ * oldest bucket, in order.
  */
 #include <errno.h>
 #include <stdlib.h>

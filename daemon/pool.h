@@ -2,11 +2,12 @@
 /*
  * A pool: the memory of one object size of one space, its index, and who holds what in it.
  *
- * I4: a slot is at every instant exactly one of free, reserved, live, in flight, quarantined. The state
- * in the slot table says which, and pool->count[] are the sums; both change together, in slot_set().
+ * I4: a slot is at every instant exactly one of free, reserved, live, in flight, quarantined. The
+ * state in the slot table says which, and pool->count[] are the sums; both change together, in
+ * slot_set().
  *
- * Everything here runs on the core thread. What is slow (making and populating segments) happens before
- * the daemon is ready.
+ * Everything here runs on the core thread. What is slow (making and populating segments) happens
+ * before the daemon is ready.
  */
 #ifndef KVD_DAEMON_POOL_H
 #define KVD_DAEMON_POOL_H
@@ -35,7 +36,7 @@ struct slot {
     uint32_t children;   /* resident or reserved objects that name this one as parent */
     uint32_t tick;       /* last use the core knows of */
     uint32_t tenant;
-    uint64_t since_ms; /* of the current state */
+    uint64_t since_ms;     /* of the current state */
     struct attach *writer; /* while reserved */
     bool queued;           /* the policy has it */
 };
@@ -54,8 +55,8 @@ struct pool_stats {
     uint64_t evicted, removed, reset;
     uint64_t aborted, orphaned;
     uint64_t reserve_new, reserve_pending, reserve_present, reserve_refused;
-    uint64_t restored;       /* hidden, then found pinned (A3) */
-    uint64_t pins_in_way;    /* candidates that were pinned (A0) */
+    uint64_t restored;    /* hidden, then found pinned (A3) */
+    uint64_t pins_in_way; /* candidates that were pinned (A0) */
     uint64_t observed;
     uint64_t lookups, lookup_hits; /* keys asked through the socket; shared memory is not counted */
 };
@@ -78,9 +79,9 @@ struct pool {
     struct shm_index *index;
     struct shm_metas *metas;
     struct shm_slots *table;
-    struct segment *data; /* [chunk * parts + part] */
+    struct segment *data;                           /* [chunk * parts + part] */
     struct segment_reservation base[SHM_PARTS_MAX]; /* the daemon's own view, for the socket */
-    enum segment_rung rung; /* the lowest that any chunk had to take */
+    enum segment_rung rung;                         /* the lowest that any chunk had to take */
     uint64_t page_bytes;
     char ladder[1024]; /* the rungs taken, and why no better ones */
 
@@ -95,6 +96,7 @@ struct pool {
     uint32_t inserts_in_tick;
     uint64_t tick_ms[POOL_TICKS]; /* when each of the last ticks began: turns stamps into ages */
     uint64_t exhausted_until_ns;
+    bool making_room; /* free slots were below the low-water mark and are not at the high one yet */
     uint32_t inner_cursor; /* where the search for unpinned inner objects goes on */
 
     struct list attaches;
@@ -113,10 +115,12 @@ struct pool_spec {
     uint64_t chunk_bytes; /* of all parts together; rounded to whole pages */
     uint32_t low_water, high_water;
     const char *policy;
-    const struct segment_spec *memory; /* hugepages, directories, populate options; name and bytes are ours */
+    const struct segment_spec
+        *memory; /* hugepages, directories, populate options; name and bytes are ours */
 };
 
-/* Makes and populates everything. On failure *ret_why (if not NULL, >= 512 bytes) has a sentence. */
+/* Makes and populates everything. On failure *ret_why (if not NULL, >= 512 bytes) has a
+ * sentence. */
 int pool_new(struct core *core, struct space *space, uint32_t id, const struct pool_spec *spec,
              char *ret_why, size_t why_bytes, struct pool **ret_pool);
 
@@ -127,11 +131,12 @@ void pool_free(struct pool *p);
 
 void slot_set(struct pool *p, uint32_t slot, enum shm_slot_state state);
 
-/* A free slot, evicting if there is none. -ENOSPC: everything is pinned, reserved or quarantined. */
+/* A free slot, evicting if there is none. -ENOSPC: everything is pinned, reserved or
+ * quarantined. */
 int slot_take(struct pool *p, uint32_t *ret_slot);
 
-/* The parent link of an object that is being reserved or dropped; keeps heads out of the policy while
- * they have resident children (I2). */
+/* The parent link of an object that is being reserved or dropped; keeps heads out of the policy
+ * while they have resident children (I2). */
 void slot_link_parent(struct pool *p, uint32_t slot, uint32_t parent);
 void slot_unlink_parent(struct pool *p, uint32_t slot);
 
@@ -142,7 +147,8 @@ void slot_unqueue(struct pool *p, uint32_t slot);
 /* A use that the core saw itself. */
 void slot_touch(struct pool *p, uint32_t slot);
 
-/* Quarantined slots whose time has come are free, last in line. Returns ms to the next one, -1: none. */
+/* Quarantined slots whose time has come are free, last in line. Returns ms to the next one, -1:
+ * none. */
 int64_t pool_release_quarantine(struct pool *p, uint64_t now_ms);
 
 /* One more object has come in: moves the pool's clock. */

@@ -2,16 +2,17 @@
 /*
  * Publishing: reserve, parts, commit, abort.
  *
- * The stores are in the order C1..C7 of tests/model/commit.pml, so that whoever finds them after a crash
- * between any two knows what happened: slot table before the grant is answered; parts before the entry
- * turns LIVE; the entry before the slot table's state; the answer before the request is given back.
+ * The stores are in the order C1..C7 of tests/model/commit.pml, so that whoever finds them after a
+ * crash between any two knows what happened: slot table before the grant is answered; parts before
+ * the entry turns LIVE; the entry before the slot table's state; the answer before the request is
+ * given back.
  */
 #include <errno.h>
 #include <string.h>
 
-#include "daemon/space.h"
 #include "daemon/pool.h"
 #include "daemon/session.h"
+#include "daemon/space.h"
 
 static uint64_t all_parts(const struct pool *p)
 {
@@ -21,12 +22,11 @@ static uint64_t all_parts(const struct pool *p)
 static int check_quota(struct pool *p, const struct attach *a, uint32_t tenant)
 {
     uint64_t max = p->space->max_reserved;
-    int r;
 
-    if (a->session->over_quota || (max && a->session->n_reserved >= max))
+    if (session_over_quota(a->session, p->space) ||
+        (max && session_reserved_in(a->session, p->space) >= max))
         return -EDQUOT;
-    r = tenants_check(&p->space->tenants, tenant, p->part_bytes * p->parts);
-    return r < 0 ? r : tenants_want(&p->space->tenants, tenant);
+    return tenants_check(&p->space->tenants, tenant, p->part_bytes * p->parts);
 }
 
 /* Tenants that were made room for but hold nothing must not stay in the table. */
@@ -61,6 +61,8 @@ static int grant(struct pool *p, struct attach *a, const struct shm_key *key,
     struct shm_meta *m;
     int r = slot_take(p, &slot);
 
+    if (r == 0) /* not before: what had to leave may have been all that the tenant had */
+        r = tenants_want(&p->space->tenants, tenant);
     if (r < 0)
         return r;
     t = &p->table->slots[slot];
@@ -82,6 +84,7 @@ static int grant(struct pool *p, struct attach *a, const struct shm_key *key,
     }
     p->slot[slot].writer = a;
     p->slot[slot].tenant = tenant;
+    p->slot[slot].tick = shm_load32(&p->index->tick); /* its parent inherits it */
     slot_set(p, slot, SHM_SLOT_RESERVED); /* C1 */
     up = resident_parent(p, parent, p->space->epoch);
     if (up != SLOT_NONE && up != slot)

@@ -1,23 +1,22 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Serving request rings. The bytes of a session segment are whatever its process wants them to be, at any
- * moment: an entry is copied out under a guard, and only the copy is looked at.
+ * Serving request rings. The bytes of a session segment are whatever its process wants them to be,
+ * at any moment: an entry is copied out under a guard, and only the copy is looked at.
  */
 #include <errno.h>
 #include <string.h>
 
-#include "daemon/space.h"
 #include "daemon/guard.h"
 #include "daemon/pool.h"
 #include "daemon/session.h"
+#include "daemon/space.h"
 
 /* The session's own use of a pool it has opened; requests do not open pools. */
 static struct attach *attach_of(struct session *s, uint32_t pool)
 {
     struct list *i, *tmp;
 
-    kvd_list_for_each(i, tmp, &s->attaches)
-    {
+    kvd_list_for_each (i, tmp, &s->attaches) {
         struct attach *a = list_entry(i, struct attach, in_session);
 
         if (a->pool->id == pool)
@@ -30,8 +29,8 @@ static void run_reserve(struct attach *a, const struct shm_request *q, struct sh
 {
     struct reservation r;
 
-    pool_reserve(a->pool, a, &q->reserve.key,
-                 q->flags & SHM_HAS_PARENT ? &q->reserve.parent : NULL, q->epoch, q->tenant, &r);
+    pool_reserve(a->pool, a, &q->reserve.key, q->flags & SHM_HAS_PARENT ? &q->reserve.parent : NULL,
+                 q->epoch, q->tenant, &r);
     c->status = r.status;
     c->slot = r.slot;
     c->ticket = r.ticket;
@@ -102,8 +101,8 @@ static int take(void *arg)
     return 0;
 }
 
-/* The answer first (C6), then the request is given back (C7): whoever restarts between the two finds the
- * request again, and by the answer before it that only C7 is missing. */
+/* The answer first (C6), then the request is given back (C7): whoever restarts between the two
+ * finds the request again, and by the answer before it that only C7 is missing. */
 static int give(void *arg)
 {
     struct serve *x = arg;
@@ -132,8 +131,8 @@ int session_serve(struct session *s, uint32_t max)
         if (r == -EAGAIN)
             break;
         if (r == 0) {
-            x.completion = (struct shm_completion){.user_data = x.request.user_data,
-                                                   .slot = SHM_NO_SLOT};
+            x.completion =
+                (struct shm_completion){.user_data = x.request.user_data, .slot = SHM_NO_SLOT};
             if (x.request.op == SHM_OBSERVE) {
                 struct attach *a = attach_of(s, x.request.pool);
 
@@ -159,7 +158,8 @@ static int wants_waking(void *arg)
 {
     struct session *s = arg;
 
-    if (!shm_must_wake(&s->shm->waiting)) /* pairs with the fence of the process that goes to poll() */
+    if (!shm_must_wake(
+            &s->shm->waiting)) /* pairs with the fence of the process that goes to poll() */
         return 0;
     shm_awake(&s->shm->waiting);
     return 1;

@@ -96,7 +96,7 @@ static unsigned long long mib(uint64_t bytes)
     return bytes >> 20;
 }
 
-/* ---- hugepages: sizes, mounts, free pages ---- */
+/* ---- hugepages: sizes, mounts, free pages */
 
 static uint64_t mount_page_size(const char *dir)
 {
@@ -255,7 +255,7 @@ static int check_hugetlbfs(struct attempt *a)
     return check_hugepages(a);
 }
 
-/* ---- small pages ---- */
+/* ---- small pages */
 
 static bool memory_available(uint64_t *ret)
 {
@@ -307,7 +307,7 @@ static int check_tmpfs(struct attempt *a)
     return check_memory(a);
 }
 
-/* ---- creating ---- */
+/* ---- creating */
 
 static int create_file(struct attempt *a)
 {
@@ -468,7 +468,7 @@ static int attempt_run(struct attempt *a)
     return r;
 }
 
-/* ---- the ladder ---- */
+/* ---- the ladder */
 
 static bool name_valid(const char *name)
 {

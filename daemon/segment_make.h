@@ -122,8 +122,8 @@ struct segment_reasons {
 int segment_make(const struct segment_spec *spec, struct segment_reasons *ret_reasons,
                  struct segment *ret);
 
-/* The hugetlbfs mount that a spec without hugetlbfs_dir would use for pages of this size (0: the system's
- * default); NULL: there is none. Belongs to libhugetlbfs. */
+/* The hugetlbfs mount that a spec without hugetlbfs_dir would use for pages of this size (0: the
+ * system's default); NULL: there is none. Belongs to libhugetlbfs. */
 const char *segment_hugetlbfs_dir(uint64_t page_size);
 
 /* Closes the fds and forgets the path; a named file stays. NULL is fine. */

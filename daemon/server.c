@@ -47,7 +47,7 @@ void server_note(const struct server *server, const struct conn *conn, int statu
     server->options.ops->note(server->options.ctx, conn, status, text);
 }
 
-/* ---- the lock of a runtime directory --------------------------------------------------------- */
+/* ---- the lock of a runtime directory */
 
 static pid_t read_holder(int fd)
 {
@@ -103,7 +103,7 @@ int server_lock(const char *runtime_dir, int *ret_fd, pid_t *ret_holder)
     return 0;
 }
 
-/* ---- the server ------------------------------------------------------------------------------ */
+/* ---- the server */
 
 static int pidfd_open_syscall(pid_t pid, unsigned flags)
 {
@@ -252,7 +252,7 @@ void server_event(struct server *server, Kvd__Proto__Event__Kind kind)
     }
 }
 
-/* ---- who is there ---------------------------------------------------------------------------- */
+/* ---- who is there */
 
 /* Field 22; the command name before it may contain anything, also ')' and blanks. */
 static uint64_t read_start_time(pid_t pid)
@@ -325,7 +325,7 @@ static int get_process(const struct server_sys *sys, int fd, struct peer *peer)
     return 0;
 }
 
-/* ---- accepting ------------------------------------------------------------------------------- */
+/* ---- accepting */
 
 /* Says why, if that can be done without waiting, and hangs up. */
 static void refuse(struct listener *l, int fd, int status, const char *message)
@@ -490,7 +490,7 @@ static void accept_ready(void *arg, uint32_t events)
     }
 }
 
-/* ---- listening ------------------------------------------------------------------------------- */
+/* ---- listening */
 
 static int make_address(const char *path, struct sockaddr_un *ret_addr)
 {

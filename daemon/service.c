@@ -17,7 +17,7 @@
 /* Control requests after which the rings are looked at even if the loop never gets to sleep. */
 #define SERVE_EVERY 16u
 
-#define TICK_NS 2000000000u
+#define TICK_NS     2000000000u
 
 /* ---- death of processes */
 
@@ -121,8 +121,7 @@ static bool serve_all(struct service *s)
     bool any = false;
 
     s->since_serve = 0;
-    kvd_list_for_each(i, tmp, &s->core->sessions)
-    {
+    kvd_list_for_each (i, tmp, &s->core->sessions) {
         any |= serve_session(list_entry(i, struct session, in_core));
     }
     return any;
@@ -209,7 +208,8 @@ static void on_closed(void *ctx, struct conn *conn)
     if (session->shm)
         session_hang_up(session); /* it may go on reading; its pidfd tells when not */
     else
-        session_end(session, false); /* it has nothing mapped: what it held, it held by this socket */
+        session_end(session,
+                    false); /* it has nothing mapped: what it held, it held by this socket */
 }
 
 static void on_note(void *ctx, const struct conn *conn, int status, const char *message)

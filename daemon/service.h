@@ -78,8 +78,8 @@ int call_key(struct call *c, const Kvd__Proto__Key *from, struct shm_key *ret_ke
 
 void call_pool_info(const struct pool *p, Kvd__Proto__PoolInfo *ret);
 
-/* Answers of the data path (data.c) and for administrators (admin.c); they fill c->response, send it with
- * call_reply() and return its status; a failure is sent by the caller. */
+/* Answers of the data path (data.c) and for administrators (admin.c); they fill c->response, send
+ * it with call_reply() and return its status; a failure is sent by the caller. */
 int call_reply(struct call *c);
 int data_call(struct call *c);
 int admin_call(struct call *c);

@@ -20,8 +20,7 @@ static struct engine *engine_find(struct core *c, const uint8_t *token, uint32_t
 {
     struct list *i, *tmp;
 
-    kvd_list_for_each(i, tmp, &c->engines)
-    {
+    kvd_list_for_each (i, tmp, &c->engines) {
         struct engine *e = list_entry(i, struct engine, in_core);
 
         if (e->living && e->token_len == len && memcmp(e->token, token, len) == 0)
@@ -174,8 +173,7 @@ struct session *session_find(struct core *c, const uint8_t *cookie, size_t len, 
 
     if (len != sizeof(((struct session *)0)->cookie))
         return NULL;
-    kvd_list_for_each(i, tmp, &c->sessions)
-    {
+    kvd_list_for_each (i, tmp, &c->sessions) {
         struct session *s = list_entry(i, struct session, in_core);
 
         if (s->state != SESSION_LINGERING && s->pid == pid && s->start_time == start_time &&
@@ -189,8 +187,7 @@ struct session *session_by_id(struct core *c, uint32_t id)
 {
     struct list *i, *tmp;
 
-    kvd_list_for_each(i, tmp, &c->sessions)
-    {
+    kvd_list_for_each (i, tmp, &c->sessions) {
         struct session *s = list_entry(i, struct session, in_core);
 
         if (s->id == id)
@@ -222,8 +219,7 @@ static void bury(struct session *s, bool died)
 
     if (s->core->session_gone)
         s->core->session_gone(s->core->session_gone_arg, s);
-    kvd_list_for_each(i, tmp, &s->attaches)
-    {
+    kvd_list_for_each (i, tmp, &s->attaches) {
         attach_free(list_entry(i, struct attach, in_session), died);
     }
     drop_segment(&s->segment, &s->map);
@@ -291,8 +287,7 @@ int64_t sessions_linger(struct core *c, uint64_t now_ms)
     int64_t next = -1;
     struct list *i, *tmp;
 
-    kvd_list_for_each(i, tmp, &c->sessions)
-    {
+    kvd_list_for_each (i, tmp, &c->sessions) {
         struct session *s = list_entry(i, struct session, in_core);
         int64_t left = (int64_t)(s->linger_until_ms - now_ms);
 
@@ -312,34 +307,34 @@ void sessions_bury(struct core *c)
         bury(list_entry(c->sessions.next, struct session, in_core), false);
 }
 
-/* The most that any space allows a session of it to pin; 0: no limit. */
-static uint64_t pin_limit(const struct session *s)
+/* Does the session hold too much of one of its spaces? */
+static bool check_pins(struct session *s)
 {
-    uint64_t max = 0;
+    struct list *i, *tmp;
+    bool over = false;
 
-    for (const struct list *i = s->attaches.next; i != &s->attaches; i = i->next) {
-        uint64_t m = list_entry(i, struct attach, in_session)->pool->space->max_pinned_bytes;
+    kvd_list_for_each (i, tmp, &s->attaches) {
+        struct attach *a = list_entry(i, struct attach, in_session);
+        uint64_t max = a->pool->space->max_pinned_bytes;
+        struct session_pins pins;
 
-        if (m && (!max || m < max))
-            max = m;
+        if (max && session_count_pins(s, a->pool->space, &pins) == 0)
+            a->over_quota = pins.bytes > max;
+        over |= a->over_quota;
     }
-    return max;
+    return over;
 }
 
 void sessions_check_pins(struct core *c)
 {
     struct list *i, *tmp;
 
-    kvd_list_for_each(i, tmp, &c->sessions)
-    {
+    kvd_list_for_each (i, tmp, &c->sessions) {
         struct session *s = list_entry(i, struct session, in_core);
-        uint64_t max = pin_limit(s);
-        struct session_pins pins;
+        bool over = check_pins(s);
 
-        if (max && session_count_pins(s, &pins) == 0)
-            s->over_quota = pins.bytes > max;
         if (!s->broken)
-            s->note = s->over_quota ? "holds more pinned bytes than max_pinned: no new grants" : NULL;
+            s->note = over ? "holds more pinned bytes than max_pinned: no new grants" : NULL;
     }
 }
 
@@ -349,8 +344,7 @@ static struct attach *find_attach(struct session *s, struct pool *p)
 {
     struct list *i, *tmp;
 
-    kvd_list_for_each(i, tmp, &s->attaches)
-    {
+    kvd_list_for_each (i, tmp, &s->attaches) {
         struct attach *a = list_entry(i, struct attach, in_session);
 
         if (a->pool == p)
@@ -387,8 +381,7 @@ int session_attach(struct session *s, struct pool *p, bool shared, struct attach
         a = calloc(1, sizeof(*a));
         if (!a)
             return -ENOMEM;
-        *a = (struct attach){
-            .session = s, .pool = p, .segment = {.fd = -1, .reader_fd = -1}};
+        *a = (struct attach){.session = s, .pool = p, .segment = {.fd = -1, .reader_fd = -1}};
         slot_list_init(&a->reserved);
         list_append(&s->attaches, &a->in_session);
         list_append(&p->attaches, &a->in_pool);
@@ -408,7 +401,8 @@ int attach_own_pins(struct attach *a)
 
     if (a->own)
         return 0;
-    m = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    m = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
+             0);
     if (m == MAP_FAILED)
         return -errno;
     r = pool_add_source(a->pool, m, bytes, a);
@@ -448,16 +442,17 @@ static int count_pins(void *arg)
     return 0;
 }
 
-int session_count_pins(struct session *s, struct session_pins *ret_pins)
+int session_count_pins(struct session *s, const struct space *space, struct session_pins *ret_pins)
 {
     struct pin_count x = {.pool = NULL};
     struct list *i, *tmp;
 
-    kvd_list_for_each(i, tmp, &s->attaches)
-    {
+    kvd_list_for_each (i, tmp, &s->attaches) {
         struct attach *a = list_entry(i, struct attach, in_session);
 
         x.pool = a->pool;
+        if (space && a->pool->space != space)
+            continue;
         for (int k = 0; k < 2; k++) {
             size_t bytes = k ? a->own_bytes : a->map.bytes;
 
@@ -468,6 +463,29 @@ int session_count_pins(struct session *s, struct session_pins *ret_pins)
     }
     *ret_pins = x.sum;
     return 0;
+}
+
+bool session_over_quota(const struct session *s, const struct space *space)
+{
+    for (const struct list *i = s->attaches.next; i != &s->attaches; i = i->next) {
+        const struct attach *a = list_entry(i, struct attach, in_session);
+
+        if (a->pool->space == space && a->over_quota)
+            return true;
+    }
+    return false;
+}
+
+uint64_t session_reserved_in(const struct session *s, const struct space *space)
+{
+    uint64_t n = 0;
+
+    for (const struct list *i = s->attaches.next; i != &s->attaches; i = i->next) {
+        const struct attach *a = list_entry(i, struct attach, in_session);
+
+        n += a->pool->space == space ? a->reserved.n : 0;
+    }
+    return n;
 }
 
 const char *session_state_name(const struct session *s)

@@ -1,9 +1,10 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Sessions (attached processes), engines (sessions with one token), attaches (a session's use of a pool).
+ * Sessions (attached processes), engines (sessions with one token), attaches (a session's use of a
+ * pool).
  *
- * A session ends by the death of its process, which a pidfd tells, or by Bye. A hang-up is neither: the
- * process may go on reading, so its pins stand (I3) and only new grants stop.
+ * A session ends by the death of its process, which a pidfd tells, or by Bye. A hang-up is neither:
+ * the process may go on reading, so its pins stand (I3) and only new grants stop.
  *
  *      ATTACHED <──resume── HUNG_UP
  *         │                    │
@@ -58,12 +59,11 @@ struct session {
     char client[64];
     uint8_t cookie[16];
     struct conn *conn; /* NULL: hung up or ended */
-    void *watch; /* of the service: waits for the death of the process */
+    void *watch;       /* of the service: waits for the death of the process */
     uint64_t created_ms, active_ms;
     uint64_t linger_until_ms;
     const char *note; /* what is wrong with it; NULL: nothing */
-    bool over_quota; /* holds more pinned bytes than it may: no new grants */
-    bool broken;      /* its memory made no sense: no more service, but its pins stand while it lives */
+    bool broken; /* its memory made no sense: no more service, but its pins stand while it lives */
 
     struct segment segment; /* rings; fd -1 when it uses the socket only */
     struct segment_mapping map;
@@ -81,10 +81,12 @@ struct attach {
     struct pool *pool;
     struct segment segment; /* pins; fd -1: none yet */
     struct segment_mapping map;
-    struct shm_pins *own; /* pins taken through the socket, in the daemon's memory; NULL: none yet */
+    struct shm_pins
+        *own; /* pins taken through the socket, in the daemon's memory; NULL: none yet */
     size_t own_bytes;
-    uint64_t own_pinned;  /* pins in it */
+    uint64_t own_pinned; /* pins in it */
     struct slot_list reserved;
+    bool over_quota; /* holds more pinned bytes of the space than it may: no new grants */
 };
 
 struct session_spec {
@@ -125,14 +127,20 @@ struct session_pins {
     uint64_t oldest_ms; /* since the longest untouched pinned slot was last pinned or released */
 };
 
-/* What the session holds at this moment; walks its counters. */
-int session_count_pins(struct session *s, struct session_pins *ret_pins);
+/* What the session holds at this moment, of one space or (NULL) of all; walks its counters. */
+int session_count_pins(struct session *s, const struct space *space, struct session_pins *ret_pins);
+
+/* It was found to hold more pinned bytes of the space than it may. */
+bool session_over_quota(const struct session *s, const struct space *space);
+
+/* Slots of the space that it has reserved. */
+uint64_t session_reserved_in(const struct session *s, const struct space *space);
 
 /* Ends all sessions: the daemon stops. */
 void sessions_bury(struct core *c);
 
-/* Compares what sessions hold with max_pinned. Pins are taken without asking, so this can only be found out
- * afterwards; who holds too much gets no new slots until it lets go. */
+/* Compares what sessions hold with max_pinned. Pins are taken without asking, so this can only be
+ * found out afterwards; who holds too much gets no new slots until it lets go. */
 void sessions_check_pins(struct core *c);
 
 /* Buries sessions whose lingering is over. Returns ms to the next, -1: none. */
@@ -143,8 +151,8 @@ const char *session_role_name(enum session_role role);
 
 /* ---- rings.c */
 
-/* Works off up to `max` requests of a session's ring; returns how many, or a negative errno after which
- * the session is broken. *ret_posted: completions were posted. */
+/* Works off up to `max` requests of a session's ring; returns how many, or a negative errno after
+ * which the session is broken. *ret_posted: completions were posted. */
 int session_serve(struct session *s, uint32_t max);
 
 /* The process polls for the completions just posted. Asking takes the answer back. */

@@ -3,9 +3,9 @@
 #include <assert.h>
 #include <errno.h>
 
-#include "daemon/space.h"
 #include "daemon/pool.h"
 #include "daemon/session.h"
+#include "daemon/space.h"
 
 /* Takes the slot out of the list of its old state. */
 static void leave(struct pool *p, uint32_t slot, enum shm_slot_state state)
@@ -40,8 +40,7 @@ static void count_tenant(struct pool *p, uint32_t tenant, enum shm_slot_state ol
     int live = (state == SHM_SLOT_LIVE) - (old == SHM_SLOT_LIVE);
 
     if (reserved || live)
-        tenants_add(&p->space->tenants, tenant, reserved, live,
-                    live * (int64_t)(p->part_bytes * p->parts));
+        tenants_add(&p->space->tenants, tenant, reserved, live, p->part_bytes * p->parts);
 }
 
 /* The caller has set the fields that go with the new state: `writer` before RESERVED, `tenant`. */

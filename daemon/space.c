@@ -73,14 +73,15 @@ static int same_bytes(const char *what, const uint8_t *theirs, size_t theirs_len
     hex(theirs, theirs_len, a);
     hex(ours, ours_len, b);
     snprintf(ret_why, n,
-             "%s differs: yours begins %s (%zu bytes), the space's %s (%zu bytes); the same tokens would "
+             "%s differs: yours begins %s (%zu bytes), the space's %s (%zu bytes); the same tokens "
+             "would "
              "get other keys and never hit",
              what, a, theirs_len, b, ours_len);
     return -EPROTOTYPE;
 }
 
-/* Bytes that the client may leave out. What the configuration leaves out, too, the first writer decides
- * for the others: `ours` has room for 32. */
+/* Bytes that the client may leave out. What the configuration leaves out, too, the first writer
+ * decides for the others: `ours` has room for 32. */
 static int check_bytes(const char *what, const uint8_t *theirs, size_t theirs_len, uint8_t *ours,
                        uint32_t *ours_len, bool decides, char *ret_why, size_t n)
 {
@@ -111,8 +112,8 @@ int space_check_claim(struct space *s, const struct space_claim *c, char *ret_wh
     if (!c->scheme)
         return 0;
     if (strcmp(c->scheme, s->scheme) != 0) {
-        snprintf(ret_why, n, "key scheme differs: yours is \"%.64s\", the space's \"%s\"", c->scheme,
-                 s->scheme);
+        snprintf(ret_why, n, "key scheme differs: yours is \"%.64s\", the space's \"%s\"",
+                 c->scheme, s->scheme);
         return -EPROTOTYPE;
     }
     r = check_bytes("first parent", c->first_parent, c->first_parent_len, s->first_parent,
@@ -127,8 +128,7 @@ static void unreserve_all(struct pool *p)
 {
     struct list *i, *tmp;
 
-    kvd_list_for_each(i, tmp, &p->attaches)
-    {
+    kvd_list_for_each (i, tmp, &p->attaches) {
         struct attach *a = list_entry(i, struct attach, in_pool);
 
         while (a->reserved.first != SLOT_NONE)

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* A space: one model on one trust domain. Two spaces share no key, no slot, no file, no mapping (I6). */
+/* A space: one model on one trust domain. Two spaces share no key, no slot, no file, no mapping
+ * (I6). */
 #ifndef KVD_DAEMON_SPACE_H
 #define KVD_DAEMON_SPACE_H
 
@@ -33,8 +34,8 @@ struct space *core_space(struct core *c, const char *name);
 /* The bytes before the first block, from the seed when the configuration gives one. */
 int space_first_parent(struct space *s, const char *seed);
 
-/* What a client says of its keys and its model, and whether it fits. 0, or -EPROTOTYPE with a sentence in
- * ret_why. A space that was configured without a first parent or a test vector takes
+/* What a client says of its keys and its model, and whether it fits. 0, or -EPROTOTYPE with a
+ * sentence in ret_why. A space that was configured without a first parent or a test vector takes
  * those of the first writer that has them. */
 struct space_claim {
     const char *scheme;   /* NULL: opaque keys, nothing to compare */

@@ -57,7 +57,7 @@ int tenants_check(const struct tenants *t, uint32_t id, uint64_t bytes)
     if (l->max_reserved && now.reserved >= l->max_reserved)
         return -EDQUOT;
     if (l->max_resident_bytes &&
-        now.resident_bytes + (now.reserved + 1) * bytes > l->max_resident_bytes)
+        now.resident_bytes + now.reserved_bytes + bytes > l->max_resident_bytes)
         return -EDQUOT;
     return 0;
 }
@@ -120,7 +120,7 @@ static void take_out(struct tenants *t, size_t i)
     }
 }
 
-void tenants_add(struct tenants *t, uint32_t id, int64_t reserved, int64_t resident, int64_t bytes)
+void tenants_add(struct tenants *t, uint32_t id, int64_t reserved, int64_t resident, uint64_t bytes)
 {
     size_t i;
     struct tenant *e;
@@ -133,7 +133,8 @@ void tenants_add(struct tenants *t, uint32_t id, int64_t reserved, int64_t resid
         return;
     e->reserved += (uint64_t)reserved;
     e->resident += (uint64_t)resident;
-    e->resident_bytes += (uint64_t)bytes;
+    e->reserved_bytes += (uint64_t)reserved * bytes;
+    e->resident_bytes += (uint64_t)resident * bytes;
     if (!e->reserved && !e->resident)
         take_out(t, i);
 }

@@ -12,7 +12,7 @@
 struct tenant {
     uint32_t id;
     bool used;
-    uint64_t resident_bytes;
+    uint64_t resident_bytes, reserved_bytes;
     uint64_t resident;
     uint64_t reserved;
 };
@@ -37,12 +37,13 @@ void tenants_free(struct tenants *t);
 /* May the tenant reserve one more slot of `bytes`? 0, -EDQUOT. */
 int tenants_check(const struct tenants *t, uint32_t id, uint64_t bytes);
 
-/* Makes room for the tenant's numbers: 0, -ENOMEM, -EDQUOT (too many tenants). Afterwards tenants_add()
- * cannot fail. */
+/* Makes room for the tenant's numbers: 0, -ENOMEM, -EDQUOT (too many tenants). Afterwards
+ * tenants_add() cannot fail. */
 int tenants_want(struct tenants *t, uint32_t id);
 
-/* Changes the sums. The deltas of a tenant never make them negative. */
-void tenants_add(struct tenants *t, uint32_t id, int64_t reserved, int64_t resident, int64_t bytes);
+/* Changes the sums by slots of `bytes` each. The deltas of a tenant never make them negative. */
+void tenants_add(struct tenants *t, uint32_t id, int64_t reserved, int64_t resident,
+                 uint64_t bytes);
 
 /* Zeroes if unknown. */
 struct tenant tenants_get(const struct tenants *t, uint32_t id);

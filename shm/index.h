@@ -51,7 +51,7 @@ struct shm_table {
     const struct shm_entry *lines;
     uint64_t mask;
     uint64_t seed0, seed1;
-    unsigned int shift;
+    unsigned int shift; /* leaves the top bits of a product, as a line's offset in bytes */
 };
 
 static inline struct shm_table shm_table_of(const struct shm_index *index)
@@ -62,19 +62,32 @@ static inline struct shm_table shm_table_of(const struct shm_index *index)
                               .mask = mask,
                               .seed0 = index->seed[0],
                               .seed1 = index->seed[1],
-                              .shift = (unsigned int)__builtin_clzll(mask)};
+                              .shift = (unsigned int)__builtin_clzll(mask | 1) - 6};
 }
 
-/* The line where a key's probe begins: the top bits of a product, each of which depends on all bits
- * of both factors. All 36 bytes count, since opaque keys may differ in the last one only; keys of
- * real schemes are hashes already. The seed is random per index, so nobody outside can aim many
- * keys at one line. */
-static inline uint64_t shm_home(const struct shm_table *t, const struct shm_key *key)
+/* The line where a key's probe begins: the top bits of a product, each of which depends on all bits of
+ * both factors. All 36 bytes count, since opaque keys may differ in the last one only; keys of real
+ * schemes are hashes already. The seed is random per index, so nobody outside can aim many keys at one
+ * line. */
+static inline const struct shm_entry *shm_home_line(const struct shm_table *t,
+                                                    const struct shm_key *key)
 {
     uint64_t a = (shm_key_word(key, 0) ^ t->seed0) + shm_key_word(key, 2);
     uint64_t b = (shm_key_word(key, 1) ^ t->seed1) + shm_key_word(key, 3) + key->group;
+    uint64_t offset = (a * b) >> t->shift & ~(uint64_t)(SHM_LINE - 1);
 
-    return (a * b) >> t->shift;
+    return (const struct shm_entry *)((const char *)t->lines + offset);
+}
+
+static inline uint64_t shm_home(const struct shm_table *t, const struct shm_key *key)
+{
+    return (uint64_t)(shm_home_line(t, key) - t->lines);
+}
+
+static inline const struct shm_entry *shm_next_line(const struct shm_entry *lines, uint64_t mask,
+                                                    const struct shm_entry *e)
+{
+    return &lines[((uint64_t)(e - lines) + 1) & mask];
 }
 
 /* Does the line hold this key in this epoch? The bytes may change meanwhile: whoever acts on the
@@ -88,8 +101,8 @@ static inline bool shm_entry_is(const struct shm_entry *e, const struct shm_key 
     __m128i low = _mm_cmpeq_epi8(_mm_loadu_si128(ours), _mm_load_si128(theirs));
     __m128i high = _mm_cmpeq_epi8(_mm_loadu_si128(ours + 1), _mm_load_si128(theirs + 1));
 
-    return _mm_movemask_epi8(_mm_and_si128(low, high)) == 0xffff &&
-           shm_load64(&e->scope) == shm_scope(key->group, epoch);
+    return __builtin_expect(_mm_movemask_epi8(_mm_and_si128(low, high)) == 0xffff, 1) &&
+           __builtin_expect(shm_load64(&e->scope) == shm_scope(key->group, epoch), 1);
 #else
     uint64_t x = shm_load64(&e->scope) ^ shm_scope(key->group, epoch);
 
@@ -117,8 +130,7 @@ static inline struct shm_hit shm_probe(const struct shm_table *t, const struct s
 {
     uint64_t word = atomic_load_explicit(&home->word, memory_order_acquire); /* R1 */
 
-    if (__builtin_expect(shm_entry_is(home, key, epoch), 1) &&
-        __builtin_expect(shm_word_state(word) != SHM_EMPTY, 1))
+    if (shm_entry_is(home, key, epoch) && __builtin_expect(shm_word_state(word) != SHM_EMPTY, 1))
         return (struct shm_hit){home, word};
     return shm_probe_on(t->lines, t->mask, home, key, epoch);
 }

@@ -3,10 +3,13 @@
 
 #include "index.h"
 
-/* How often a pin is tried again when the entry changes under it. It changes because the core tries
- * to evict it or has evicted it; either way a few rounds settle it, and a miss is always a right
- * answer. */
+/* How often a pin is tried again when the entry changes under it. It changes because the core tries to
+ * evict it or has evicted it; either way a few rounds settle it, and a miss is always a right answer. */
 #define PIN_TRIES 4u
+
+/* What the hot loops must not call. */
+#define inlined  static inline __attribute__((always_inline))
+#define outlined static __attribute__((noinline))
 
 /* The probe ends by the overflow counters; the bound only guards against a damaged table. */
 struct shm_hit shm_probe_on(const struct shm_entry *lines, uint64_t mask, const struct shm_entry *e,
@@ -15,7 +18,7 @@ struct shm_hit shm_probe_on(const struct shm_entry *lines, uint64_t mask, const 
     for (uint64_t left = mask; left && shm_load32(&e->overflow); left--) {
         uint64_t word;
 
-        e = &lines[((uint64_t)(e - lines) + 1) & mask];
+        e = shm_next_line(lines, mask, e);
         word = atomic_load_explicit(&e->word, memory_order_acquire); /* R1 */
         if (shm_entry_is(e, key, epoch) && shm_word_state(word) != SHM_EMPTY)
             return (struct shm_hit){e, word};
@@ -28,20 +31,19 @@ struct window {
     const struct shm_entry *home[SHM_AHEAD];
 };
 
-static inline void window_put(struct window *w, const struct shm_table *t,
-                              const struct shm_key *key, size_t i)
+static inline const struct shm_entry *fetch(const struct shm_table *t, const struct shm_key *key)
 {
-    const struct shm_entry *e = &t->lines[shm_home(t, key)];
+    const struct shm_entry *e = shm_home_line(t, key);
 
     __builtin_prefetch(e, 0, 3);
-    w->home[i % SHM_AHEAD] = e;
+    return e;
 }
 
 static inline void window_open(struct window *w, const struct shm_table *t,
                                const struct shm_key *keys, size_t n)
 {
     for (size_t i = 0; i < n && i < SHM_AHEAD; i++)
-        window_put(w, t, &keys[i], i);
+        w->home[i] = fetch(t, &keys[i]);
 }
 
 /* The home of key i, and the prefetch of the one that takes its place. */
@@ -51,29 +53,58 @@ static inline const struct shm_entry *window_next(struct window *w, const struct
     const struct shm_entry *e = w->home[i % SHM_AHEAD];
 
     if (__builtin_expect(i + SHM_AHEAD < n, 1))
-        window_put(w, t, &keys[i + SHM_AHEAD], i);
+        w->home[i % SHM_AHEAD] = fetch(t, &keys[i + SHM_AHEAD]);
     return e;
 }
 
-static inline enum shm_found state_of(uint64_t word)
-{
-    if (__builtin_expect(shm_word_state(word) == SHM_LIVE, 1))
-        return SHM_FOUND_RAM;
-    /* LEAVING is still there; a pin will find out. */
-    return shm_word_state(word) == SHM_LEAVING ? SHM_FOUND_RAM : SHM_FOUND_PENDING;
-}
+/* LIVE and LEAVING have this bit, the others do not. LEAVING is still there; a pin will find out. */
+#define RAM_BIT ((uint64_t)SHM_LIVE << SHM_SLOT_BITS)
+_Static_assert((SHM_LIVE & SHM_LEAVING) == SHM_LIVE && !(SHM_LIVE & (SHM_PENDING | SHM_EMPTY)),
+               "one bit tells");
 
-/* What is known of one key without pinning it. The key was compared between two equal loads of the
- * word, so it was the line's key at that time. */
+/* What is known of one key without pinning it. The key was compared between two equal loads of the word,
+ * so it was the line's key at that time. */
 static inline enum shm_found find_one(const struct shm_table *t, const struct shm_entry *home,
                                       const struct shm_key *key, uint32_t epoch)
 {
     struct shm_hit hit = shm_probe(t, home, key, epoch);
 
-    if (__builtin_expect(!hit.entry, 0))
+    if (!hit.entry)
         return SHM_FOUND_MISS;
     atomic_thread_fence(memory_order_acquire);
-    return shm_load64(&hit.entry->word) == hit.word ? state_of(hit.word) : SHM_FOUND_MISS;
+    if (shm_load64(&hit.entry->word) != hit.word)
+        return SHM_FOUND_MISS;
+    return hit.word & RAM_BIT ? SHM_FOUND_RAM : SHM_FOUND_PENDING;
+}
+
+/* Takes what it needs of the table by value: a pointer would keep all of it in memory, also for the hot
+ * loop. */
+outlined bool is_found_on(const struct shm_entry *lines, uint64_t mask,
+                          const struct shm_entry *home, const struct shm_key *key, uint32_t epoch)
+{
+    const struct shm_table t = {.lines = lines, .mask = mask};
+
+    return find_one(&t, home, key, epoch) == SHM_FOUND_RAM;
+}
+
+/* Is this line the key's, and in ram? The same as find_one() for the answer that is looked for. */
+inlined bool line_has(const struct shm_entry *e, const struct shm_key *key, uint32_t epoch)
+{
+    uint64_t word = atomic_load_explicit(&e->word, memory_order_acquire);
+
+    if (!shm_entry_is(e, key, epoch) || __builtin_expect(!(word & RAM_BIT), 0))
+        return false;
+    atomic_thread_fence(memory_order_acquire);
+    return __builtin_expect(shm_load64(&e->word) == word, 1);
+}
+
+/* Most keys are in their first line, most of the others in the second. */
+inlined bool is_found(const struct shm_table *t, const struct shm_entry *home,
+                      const struct shm_key *key, uint32_t epoch)
+{
+    return line_has(home, key, epoch) ||
+           line_has(shm_next_line(t->lines, t->mask, home), key, epoch) ||
+           is_found_on(t->lines, t->mask, home, key, epoch);
 }
 
 static bool usable(const struct shm_index *index, uint32_t epoch)
@@ -91,9 +122,15 @@ static size_t count_leading(const struct shm_table *table, const struct shm_key 
     size_t i;
 
     window_open(&w, &t, keys, n);
-    for (i = 0; i < n; i++)
-        if (__builtin_expect(
-                find_one(&t, window_next(&w, &t, keys, n, i), &keys[i], epoch) != SHM_FOUND_RAM, 0))
+    for (i = 0; i + SHM_AHEAD < n; i++) {
+        const struct shm_entry *e = w.home[i % SHM_AHEAD];
+
+        w.home[i % SHM_AHEAD] = fetch(&t, &keys[i + SHM_AHEAD]);
+        if (!is_found(&t, e, &keys[i], epoch))
+            return i;
+    }
+    for (; i < n; i++)
+        if (!is_found(&t, w.home[i % SHM_AHEAD], &keys[i], epoch))
             break;
     return i;
 }
@@ -132,48 +169,74 @@ static inline void count_up(struct shm_pin *pin)
 #endif
 }
 
-/* R5. Release order: the reads of the slot's bytes are over. Pairs with the acquire loads at A0 and
- * A3. */
+/* R5. Release order: the reads of the slot's bytes are over. Pairs with the acquire loads at A0 and A3. */
 static inline void count_down(struct shm_pin *pin)
 {
     atomic_fetch_sub_explicit(&pin->count, 1, memory_order_release);
 }
 
-/* The use reaches the eviction policy by the stamp, which is read when the slot comes up for
- * eviction. */
+/* The use reaches the eviction policy by the stamp, which is read when the slot comes up for eviction. */
 static inline void stamp(struct shm_pin *pin, uint32_t tick)
 {
-    if (shm_load32(&pin->stamp) != tick)
+    if (__builtin_expect(shm_load32(&pin->stamp) != tick, 0))
         atomic_store_explicit(&pin->stamp, tick, memory_order_relaxed);
 }
 
-/* R1..R4 for one key. */
-static inline bool pin_one(const struct shm_table *t, struct shm_pins *pins,
-                           const struct shm_entry *home, const struct shm_key *key, uint32_t epoch,
-                           uint32_t tick, struct shm_pinned *ret)
+/* What pins are taken with. */
+struct pinner {
+    struct shm_pins *pins;
+    uint32_t epoch, tick, view;
+};
+
+/* R2..R4 for a line that was LIVE by `word`. */
+inlined bool pin_line(const struct pinner *p, const struct shm_entry *e, uint64_t word,
+                      const struct shm_key *key, struct shm_pinned *ret)
+{
+    struct shm_pin *pin = &p->pins->pins[shm_word_slot(word)];
+
+    count_up(pin); /* R2, R3 */
+    if (__builtin_expect(atomic_load_explicit(&e->word, memory_order_acquire) == word, 1) &&
+        shm_entry_is(e, key, p->epoch)) { /* R4: the slot is ours */
+        *ret = (struct shm_pinned){.slot = shm_word_slot(word),
+                                   .view = p->view,
+                                   .bytes = (uint64_t)shm_load32(&e->last_byte) + 1};
+        stamp(pin, p->tick);
+        return true;
+    }
+    count_down(pin);
+    return false;
+}
+
+outlined bool pin_on(const struct pinner *p, const struct shm_table *t,
+                     const struct shm_entry *home, const struct shm_key *key,
+                     struct shm_pinned *ret)
 {
     for (unsigned int tries = 0; tries < PIN_TRIES; tries++) {
-        struct shm_hit hit = shm_probe(t, home, key, epoch); /* R1 */
-        const struct shm_entry *e = hit.entry;
-        uint64_t word = hit.word;
-        struct shm_pin *pin;
+        struct shm_hit hit = shm_probe(t, home, key, p->epoch); /* R1 */
 
-        if (!e || shm_word_state(word) == SHM_PENDING)
-            return false;
-        if (__builtin_expect(shm_word_state(word) != SHM_LIVE, 0))
+        if (!hit.entry || shm_word_state(hit.word) == SHM_PENDING)
+            break;
+        if (shm_word_state(hit.word) != SHM_LIVE)
             continue; /* LEAVING: the core is looking at the counters right now */
-        pin = &pins->pins[shm_word_slot(word)];
-        count_up(pin); /* R2, R3 */
-        if (__builtin_expect(atomic_load_explicit(&e->word, memory_order_acquire) == word, 1) &&
-            __builtin_expect(shm_entry_is(e, key, epoch), 1)) { /* R4: the slot is ours */
-            ret->slot = shm_word_slot(word);
-            ret->bytes = (uint64_t)shm_load32(&e->last_byte) + 1;
-            stamp(pin, tick);
+        if (pin_line(p, hit.entry, hit.word, key, ret))
             return true;
-        }
-        count_down(pin);
     }
+    *ret = (struct shm_pinned){.slot = SHM_NO_SLOT, .view = p->view};
     return false;
+}
+
+/* R1 looks at the first word of the key only: R4 compares all of it, under the pin. */
+static inline bool pin_one(const struct pinner *p, const struct shm_table *t,
+                           const struct shm_entry *home, const struct shm_key *key,
+                           struct shm_pinned *ret)
+{
+    uint64_t word = atomic_load_explicit(&home->word, memory_order_acquire); /* R1 */
+
+    if (__builtin_expect(shm_word_state(word) == SHM_LIVE, 1) &&
+        __builtin_expect(shm_load64(&home->key[0]) == shm_key_word(key, 0), 1) &&
+        __builtin_expect(pin_line(p, home, word, key, ret), 1))
+        return true;
+    return pin_on(p, t, home, key, ret);
 }
 
 /* The line has arrived by now: fetch the counter it will need, for writing. */
@@ -188,8 +251,9 @@ size_t shm_pin_keys(const struct shm_index *index, struct shm_pins *pins,
                     const struct shm_key *keys, size_t n, uint32_t epoch, bool all, uint32_t view,
                     struct shm_pinned *ret, size_t *ret_pinned)
 {
-    struct shm_table t = shm_table_of(index);
-    uint32_t tick = shm_load32(&index->tick);
+    const struct shm_table t = shm_table_of(index);
+    const struct pinner p = {
+        .pins = pins, .epoch = epoch, .tick = shm_load32(&index->tick), .view = view};
     size_t pinned = 0, i;
     struct window w;
 
@@ -205,14 +269,10 @@ size_t shm_pin_keys(const struct shm_index *index, struct shm_pins *pins,
 
         if (__builtin_expect(i + SHM_AHEAD / 2 < n, 1))
             prefetch_pin(pins, &w, i + SHM_AHEAD / 2);
-        ret[i].slot = SHM_NO_SLOT;
-        ret[i].view = view;
-        if (__builtin_expect(pin_one(&t, pins, home, &keys[i], epoch, tick, &ret[i]), 1))
+        if (__builtin_expect(pin_one(&p, &t, home, &keys[i], &ret[i]), 1))
             pinned++;
         else if (!all)
             break;
-        else
-            ret[i].bytes = 0;
     }
     *ret_pinned = pinned;
     return i;
