@@ -24,12 +24,16 @@ static int check_writer(struct kvd_pool *pool)
                            "space %s was opened for reading: set `write` in "
                            "kvd_space_options",
                            pool->space->name);
-    if (atomic_load(&pool->space->stale))
-        return handle_fail(pool->kvd, -ESTALE,
-                           "another daemon, or another session, has taken over: "
-                           "refresh space %s",
-                           pool->space->name);
     return 0;
+}
+
+static int check_current(struct kvd_pool *pool)
+{
+    if (!atomic_load(&pool->space->stale))
+        return 0;
+    return handle_fail(pool->kvd, -ESTALE,
+                       "another daemon, or another session, has taken over: refresh space %s",
+                       pool->space->name);
 }
 
 static int check_reserve(struct kvd_pool *pool, const struct kvd_reserve *q)
@@ -40,7 +44,7 @@ static int check_reserve(struct kvd_pool *pool, const struct kvd_reserve *q)
         return r;
     if (!q || (q->n && !q->keys) || q->n > UINT32_MAX)
         return handle_fail(pool->kvd, -EINVAL, "a reservation needs an array of keys");
-    return 0;
+    return check_current(pool);
 }
 
 static int check_commits(struct kvd_pool *pool, const struct kvd_commit *commits, size_t n)
@@ -60,7 +64,7 @@ static int check_commits(struct kvd_pool *pool, const struct kvd_commit *commits
                                "commit %zu: part %u of %u, %u bytes of metadata of at most %u", i,
                                c->part, pool->info.parts, c->user_bytes, SHM_USER_BYTES);
     }
-    return 0;
+    return check_current(pool);
 }
 
 /* ---- posting and waiting */
@@ -185,14 +189,15 @@ ssize_t kvd_reserve(struct kvd_pool *pool, const struct kvd_reserve *request,
     ssize_t granted = 0;
     int r = check_reserve(pool, request);
 
-    if (r < 0)
-        return r;
+    if (r < 0 && r != -ESTALE)
+        return r; /* nothing is known of the arrays */
     b.n = request->n;
     if (b.n && !ret)
         return handle_fail(pool->kvd, -EINVAL, "no room for the reservations");
     for (size_t i = 0; i < b.n; i++)
         ret[i] = (struct kvd_reservation){.slot = SHM_NO_SLOT};
-    r = run(pool->kvd, &b);
+    if (r == 0)
+        r = run(pool->kvd, &b);
     for (size_t i = 0; r < 0 && i < b.n; i++)
         ret[i] = (struct kvd_reservation){.status = r, .slot = SHM_NO_SLOT};
     if (r < 0)
@@ -208,11 +213,12 @@ ssize_t kvd_commit(struct kvd_pool *pool, struct kvd_commit *commits, size_t n)
     ssize_t committed = 0;
     int r = check_commits(pool, commits, n);
 
-    if (r < 0)
+    if (r < 0 && r != -ESTALE)
         return r;
     for (size_t i = 0; i < n; i++)
         commits[i].status = UNANSWERED;
-    r = run(pool->kvd, &b);
+    if (r == 0)
+        r = run(pool->kvd, &b);
     for (size_t i = 0; i < n; i++) {
         if (commits[i].status == UNANSWERED)
             commits[i].status = r;

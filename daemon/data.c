@@ -144,16 +144,17 @@ static int pin(struct call *c)
     return r;
 }
 
+/* Needs no online space, and makes no attach: only what was pinned through this session's own use of
+ * the pool can be released (I6). */
 static int release(struct call *c)
 {
     const Kvd__Proto__Release *q = c->request->release;
     Kvd__Proto__CountReply reply = KVD__PROTO__COUNT_REPLY__INIT;
-    struct attach *a;
-    struct pool *p = core_pool(c->service->core, q->pool); /* also of an offline space */
-    int r = p ? session_attach(c->session, p, false, &a) : -ENOENT;
+    struct pool *p = core_pool(c->service->core, q->pool);
+    struct attach *a = p ? session_attached(c->session, p) : NULL;
 
-    if (r < 0)
-        return r;
+    if (!a)
+        return call_fail(c, -ENOENT, "this session has not used pool %u", q->pool);
     for (size_t i = q->n_slots; i-- > 0 && a->own;) { /* tail first */
         struct shm_pinned one = {.slot = (uint32_t)q->slots[i]};
 

@@ -9,8 +9,8 @@
 
 #define INDEX_NO_LINE UINT32_MAX
 
-/* Lines for a pool: a power of two, at most a third full, so that most probes end at their first
- * line (half full costs a fifth more per hot key). */
+/* Lines for a pool: a power of two, at most half full, so that most probes end at their first
+ * line. */
 uint64_t index_lines_for(uint64_t slots);
 
 /* The line of a key in an epoch; NULL: not there. */

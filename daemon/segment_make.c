@@ -394,6 +394,8 @@ static int skip_allocation(struct attempt *a, const char *call, int error)
                 mib(a->seg.bytes));
 }
 
+#define SMALL_SLICE ((uint64_t)64 << 20)
+
 static int allocate_alone(struct attempt *a)
 {
     int r;
@@ -417,11 +419,32 @@ static int allocate_parallel(struct attempt *a)
     return r < 0 ? skip_allocation(a, "populate", r) : 0;
 }
 
+/* Small pages: fallocate() is two to three times faster than several threads that fault them in one
+ * by one. In slices, for the sake of progress and cancelling. */
+static int allocate_slices(struct attempt *a)
+{
+    const struct populate_options *o = a->spec->populate;
+
+    for (uint64_t at = 0, n; at < a->seg.bytes; at += n) {
+        n = a->seg.bytes - at < SMALL_SLICE ? a->seg.bytes - at : SMALL_SLICE;
+        if (o->cancel && atomic_load(o->cancel))
+            return skip_allocation(a, "populate", -ECANCELED);
+        while (a->sys->fallocate(a->seg.fd, 0, (off_t)at, (off_t)n) < 0)
+            if (errno != EINTR)
+                return skip_allocation(a, "fallocate", -errno);
+        if (o->progress)
+            o->progress(at + n, a->seg.bytes, o->userdata);
+    }
+    return 0;
+}
+
 static int allocate(struct attempt *a)
 {
     if (a->sys->ftruncate(a->seg.fd, (off_t)a->seg.bytes) < 0)
         return skip_call(a, "ftruncate", -errno);
-    return a->spec->populate ? allocate_parallel(a) : allocate_alone(a);
+    if (!a->spec->populate)
+        return allocate_alone(a);
+    return rung_is_huge(a->seg.rung) ? allocate_parallel(a) : allocate_slices(a);
 }
 
 /* Not FUTURE_WRITE: nobody, the daemon included, could map it writable again. */

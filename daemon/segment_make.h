@@ -15,9 +15,10 @@
  * kept in one line with its cure. A small segment starts at tmpfs.
  *
  * How the memory is allocated. fallocate() clears hugepages on one thread, without a word, under a
- * lock that a second thread would only wait for: seconds per 10 GiB. So pools are reserved by
- * mmap() (which fails at once when hugepages are short) and populated by several threads, with
- * progress; see `populate` below. Small segments are fallocated.
+ * lock that a second thread would only wait for: seconds per 10 GiB. So pools of hugepages are
+ * reserved by mmap() (which fails at once when they are short) and populated by several threads, with
+ * progress; see `populate` below. Small pages are fallocated, which is faster for them than faults on
+ * any number of threads; those of a pool in slices, with progress.
  *
  * Holes are never punched: io_uring and CUDA registrations would stay on the old pages.
  *

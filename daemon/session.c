@@ -340,7 +340,7 @@ void sessions_check_pins(struct core *c)
 
 /* ---- attaches */
 
-static struct attach *find_attach(struct session *s, struct pool *p)
+struct attach *session_attached(const struct session *s, const struct pool *p)
 {
     struct list *i, *tmp;
 
@@ -374,7 +374,7 @@ static int share_pins(struct attach *a)
 
 int session_attach(struct session *s, struct pool *p, bool shared, struct attach **ret_attach)
 {
-    struct attach *a = find_attach(s, p);
+    struct attach *a = session_attached(s, p);
     int r;
 
     if (!a) {

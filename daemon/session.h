@@ -119,6 +119,9 @@ void session_break(struct session *s, const char *note);
 /* This session's use of a pool; made on first use. `shared`: with a pin segment for its process. */
 int session_attach(struct session *s, struct pool *p, bool shared, struct attach **ret_attach);
 
+/* NULL: the session has not used the pool. */
+struct attach *session_attached(const struct session *s, const struct pool *p);
+
 /* Makes a->own. */
 int attach_own_pins(struct attach *a);
 
