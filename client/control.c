@@ -539,7 +539,7 @@ static void install(struct control *c, int fd)
 
     pthread_mutex_lock(&c->send_lock);
     old = atomic_exchange(&c->fd, fd);
-    if (old >= 0)
+    if (old >= 0 && old != fd) /* the same: somebody has closed ours, and we got its number again */
         close(old);
     frame_reader_destroy(&c->reader);
     frame_reader_init(&c->reader, RECEIVE_MAX, FRAME_MAX_FDS);
@@ -671,7 +671,7 @@ static int greet(struct control *c, uint64_t deadline_ns, struct control_reply *
 int control_connect(struct control *c, uint64_t deadline_ns, struct control_reply *ret_reply)
 {
     struct control_reply own = {0};
-    int fd, r = open_socket(c, deadline_ns, &fd);
+    int fd = -1, r = open_socket(c, deadline_ns, &fd);
 
     if (r < 0)
         return r;

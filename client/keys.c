@@ -588,6 +588,7 @@ static int grow(void *array, size_t *room, size_t need, size_t size)
         return -ENOMEM;
     memcpy(array, &grown, sizeof(grown));
     *room = want;
+    /* cppcheck-suppress memleak ; `array` has it */
     return 0;
 }
 

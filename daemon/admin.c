@@ -493,7 +493,7 @@ static int evict(struct call *c)
 static int flush(struct call *c)
 {
     const Kvd__Proto__Flush *q = c->request->flush;
-    struct pool *p;
+    struct pool *p = NULL;
     int r = need_admin(c);
 
     if (r == 0)

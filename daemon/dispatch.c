@@ -80,6 +80,9 @@ static int resume(struct call *c, const Kvd__Proto__Hello *h, struct session **r
                      conn_start_time(c->conn));
     if (!s || s->broken)
         return -ENOENT;
+    /* It got its role from its socket, and another socket may show other spaces. */
+    if (s->role != (enum session_role)conn_socket(c->conn)->role)
+        return -ENOENT;
     service_part(s); /* the old connection, if its end has not been noticed yet */
     s->state = SESSION_ATTACHED;
     *ret_session = s;
@@ -301,6 +304,7 @@ static int chunk_map(struct call *c)
     const Kvd__Proto__ChunkMap *q = c->request->chunk_map;
     Kvd__Proto__ChunkMapReply reply = KVD__PROTO__CHUNK_MAP_REPLY__INIT;
     uint64_t mask = q->has_part_mask ? q->part_mask : UINT64_MAX;
+    int views = q->has_write && q->write ? 2 : 1;
     struct pool *p;
     int r = call_pool(c, q->pool, &p);
 
@@ -308,11 +312,11 @@ static int chunk_map(struct call *c)
         return r;
     if (!c->session->shm)
         return call_fail(c, -EINVAL, "this session has no shared memory: say hello with shm");
-    if (q->has_write && q->write && c->session->role < ROLE_WRITER)
+    if (views == 2 && c->session->role < ROLE_WRITER)
         return call_fail(c, -EACCES, "only a writer may map a pool writable");
     if (q->chunk >= p->chunks)
         return call_fail(c, -EINVAL, "pool %u has %u chunks", p->id, p->chunks);
-    for (int w = 0; w <= (q->has_write && q->write); w++)
+    for (int w = 0; w < views; w++)
         for (uint32_t i = 0; i < p->parts; i++) {
             const struct segment *s = &p->data[q->chunk * p->parts + i];
 

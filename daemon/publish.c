@@ -85,7 +85,7 @@ static int grant(struct pool *p, struct attach *a, const struct shm_key *key,
     p->slot[slot].writer = a;
     p->slot[slot].tenant = tenant;
     p->slot[slot].tick = shm_load32(&p->index->tick); /* its parent inherits it */
-    slot_set(p, slot, SHM_SLOT_RESERVED); /* C1 */
+    slot_set(p, slot, SHM_SLOT_RESERVED);             /* C1 */
     up = resident_parent(p, parent, p->space->epoch);
     if (up != SLOT_NONE && up != slot)
         slot_link_parent(p, slot, up);

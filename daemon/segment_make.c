@@ -591,7 +591,7 @@ static int rung_try(const struct segment_spec *spec, uint64_t hugepage, enum seg
 int segment_make(const struct segment_spec *spec, struct segment_reasons *ret_reasons,
                  struct segment *ret)
 {
-    struct segment_reasons own, *reasons = ret_reasons ? ret_reasons : &own;
+    struct segment_reasons own = {.n = 0}, *reasons = ret_reasons ? ret_reasons : &own;
     uint64_t hugepage = 0;
     int r = spec_check(spec);
 

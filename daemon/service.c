@@ -17,7 +17,10 @@
 /* Control requests after which the rings are looked at even if the loop never gets to sleep. */
 #define SERVE_EVERY 16u
 
-#define TICK_NS     2000000000u
+/* What is due by the clock is looked after at least so often, however busy the loop is. */
+#define WORK_EVERY_NS 10000000u
+
+#define TICK_NS       2000000000u
 
 /* ---- death of processes */
 
@@ -149,11 +152,23 @@ static bool spin(struct service *s)
     return false;
 }
 
+/* A loop that never gets to sleep must not keep what is due from its turn. */
+static void work_when_busy(struct service *s)
+{
+    uint64_t now = core_now_ns(s->core);
+
+    if (now < s->work_due_ns)
+        return;
+    s->work_due_ns = now + WORK_EVERY_NS;
+    core_work(s->core);
+}
+
 static int before_sleep(void *arg)
 {
     struct service *s = arg;
 
     if (serve_all(s)) {
+        work_when_busy(s);
         s->busy_until_ns = core_now_ns(s->core) + s->spin_ns;
         return 1;
     }
@@ -207,9 +222,8 @@ static void on_closed(void *ctx, struct conn *conn)
     session->conn = NULL;
     if (session->shm)
         session_hang_up(session); /* it may go on reading; its pidfd tells when not */
-    else
-        session_end(session,
-                    false); /* it has nothing mapped: what it held, it held by this socket */
+    else /* it has nothing mapped, what it held, it held by this socket; but its ranks may be copying */
+        session_end(session, session->engine->living > 1);
 }
 
 static void on_note(void *ctx, const struct conn *conn, int status, const char *message)
@@ -225,8 +239,10 @@ static void on_request(void *ctx, struct conn *conn, const Kvd__Proto__Request *
     struct service *s = ctx;
 
     dispatch(s, conn, request);
-    if (++s->since_serve >= SERVE_EVERY)
+    if (++s->since_serve >= SERVE_EVERY) {
         serve_all(s);
+        work_when_busy(s);
+    }
 }
 
 const struct server_ops service_ops = {

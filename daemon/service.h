@@ -26,6 +26,7 @@ struct service {
     const char *hugepages; /* the configured mode, for status */
     uint64_t spin_ns;      /* how long the core looks at the rings before it sleeps */
     uint64_t busy_until_ns;
+    uint64_t work_due_ns; /* when a busy loop looks after the core's own work again */
     struct loop_timer *tick, *work;
     struct log_limit notes; /* a hostile peer must not fill the log */
     uint32_t since_serve;   /* control requests since the rings were looked at */

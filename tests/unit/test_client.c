@@ -522,136 +522,148 @@ Test(client_space, refusals_reach_the_caller)
     cr_assert_eq(seen(&f->hellos), 1, "a refusal does not cost the connection");
 }
 
-static void tweak_pools(struct fake *d, Kvd__Proto__Response *r, int *fds, unsigned *n_fds)
+static void tweak_space(struct fake *d, Kvd__Proto__Response *r)
 {
     static char long_name[80];
     Kvd__Proto__PoolInfo *i;
 
-    if (r->body_case == KVD__PROTO__RESPONSE__BODY_SPACE_OPEN) {
-        i = r->space_open->pools[0];
-        memset(long_name, 'x', sizeof(long_name) - 1);
-        switch (d->tweak_pick) {
-        case 0:
-            r->space_open->n_pools = 0;
-            break;
-        case 1:
-            i->slots = 0;
-            break;
-        case 2:
-            i->slots = (uint64_t)1 << 40;
-            break;
-        case 3:
-            i->parts = 65;
-            break;
-        case 4:
-            i->part_bytes = UINT64_MAX;
-            break;
-        case 5:
-            i->chunks = 5;
-            break;
-        case 6:
-            i->chunk_slots = 0;
-            break;
-        case 7:
-            i->page_bytes = 4097;
-            break;
-        case 8:
-            i->name = long_name;
-            break;
-        case 9:
-            i->backing = long_name;
-            break;
-        case 10:
-            r->space_open->pools[1] = r->space_open->pools[0];
-            break;
-        case 11:
-            i->name = (char *)"";
-            break;
-        case 12:
-            i->parts = 1; /* the index says two */
-            break;
-        case 13:
-            i->slots = 55;
-            break;
-        case 14:
-            i->page_bytes = 0;
-            break;
-        }
+    i = r->space_open->pools[0];
+    memset(long_name, 'x', sizeof(long_name) - 1);
+    switch (d->tweak_pick) {
+    case 0:
+        r->space_open->n_pools = 0;
+        break;
+    case 1:
+        i->slots = 0;
+        break;
+    case 2:
+        i->slots = (uint64_t)1 << 40;
+        break;
+    case 3:
+        i->parts = 65;
+        break;
+    case 4:
+        i->part_bytes = UINT64_MAX;
+        break;
+    case 5:
+        i->chunks = 5;
+        break;
+    case 6:
+        i->chunk_slots = 0;
+        break;
+    case 7:
+        i->page_bytes = 4097;
+        break;
+    case 8:
+        i->name = long_name;
+        break;
+    case 9:
+        i->backing = long_name;
+        break;
+    case 10:
+        r->space_open->pools[1] = r->space_open->pools[0];
+        break;
+    case 11:
+        i->name = (char *)"";
+        break;
+    case 12:
+        i->parts = 1; /* the index says two */
+        break;
+    case 13:
+        i->slots = 55;
+        break;
+    case 14:
+        i->page_bytes = 0;
+        break;
     }
-    if (r->body_case == KVD__PROTO__RESPONSE__BODY_POOL_OPEN) {
-        switch (d->tweak_pick) {
-        case 20:
-            r->fds = *n_fds = 2;
-            break;
-        case 21:
-            fds[(*n_fds)++] = d->nudge;
-            r->fds = *n_fds;
-            break;
-        case 22:
-            fds[0] = fds[1];
-            break;
-        case 23:
-            fds[2] = d->pools[0].pins.reader;
-            break;
-        case 24:
-            fds[0] = d->pools[1].index.reader; /* of another pool */
-            fds[1] = d->pools[1].metas.reader;
-            fds[2] = d->pools[1].pins.fd;
-            break;
-        case 25:
-            r->pool_open->info->pool++;
-            break;
-        case 26:
-            d->pools[0].ix->header.count = 1 << 20;
-            break;
-        case 27:
-            d->pools[0].ix->header.count--;
-            break;
-        case 28:
-            d->pools[0].ix->header.count = 1;
-            break;
-        case 29:
-            d->pools[0].ix->header.version++;
-            break;
-        case 30:
-            ((struct shm_header *)d->pools[0].pins.addr)->instance[0]++;
-            break;
-        case 31:
-            d->pools[0].ix->part_bytes *= 2;
-            break;
-        case 32:
-            ((struct shm_header *)d->pools[0].metas.addr)->count--;
-            break;
-        case 33:
-            d->pools[0].ix->header.pool++;
-            break;
-        }
+}
+
+static void tweak_pool(struct fake *d, Kvd__Proto__Response *r, int *fds, unsigned *n_fds)
+{
+    switch (d->tweak_pick) {
+    case 20:
+        r->fds = *n_fds = 2;
+        break;
+    case 21:
+        fds[(*n_fds)++] = d->nudge;
+        r->fds = *n_fds;
+        break;
+    case 22:
+        fds[0] = fds[1];
+        break;
+    case 23:
+        fds[2] = d->pools[0].pins.reader;
+        break;
+    case 24:
+        fds[0] = d->pools[1].index.reader; /* of another pool */
+        fds[1] = d->pools[1].metas.reader;
+        fds[2] = d->pools[1].pins.fd;
+        break;
+    case 25:
+        r->pool_open->info->pool++;
+        break;
+    case 26:
+        d->pools[0].ix->header.count = 1 << 20;
+        break;
+    case 27:
+        d->pools[0].ix->header.count--;
+        break;
+    case 28:
+        d->pools[0].ix->header.count = 1;
+        break;
+    case 29:
+        d->pools[0].ix->header.version++;
+        break;
+    case 30:
+        ((struct shm_header *)d->pools[0].pins.addr)->instance[0]++;
+        break;
+    case 31:
+        d->pools[0].ix->part_bytes *= 2;
+        break;
+    case 32:
+        ((struct shm_header *)d->pools[0].metas.addr)->count--;
+        break;
+    case 33:
+        d->pools[0].ix->header.pool++;
+        break;
     }
-    if (r->body_case == KVD__PROTO__RESPONSE__BODY_CHUNK_MAP) {
-        switch (d->tweak_pick) {
-        case 40:
-            r->chunk_map->bytes = 0;
-            break;
-        case 41:
-            r->chunk_map->bytes *= 2;
-            break;
-        case 42:
-            r->chunk_map->bytes -= PAGE;
-            break;
-        case 43:
-            r->fds = *n_fds = *n_fds - 1;
-            break;
-        case 44:
-            fds[0] = d->nudge;
-            break;
-        case 45:
-            fds[0] = d->pools[0].data[7].reader; /* shorter */
-            break;
-        case 46:
-            fds[3] = fds[1]; /* read-only where a writable one belongs */
-            break;
-        }
+}
+
+static void tweak_chunk(struct fake *d, Kvd__Proto__Response *r, int *fds, unsigned *n_fds)
+{
+    switch (d->tweak_pick) {
+    case 40:
+        r->chunk_map->bytes = 0;
+        break;
+    case 41:
+        r->chunk_map->bytes *= 2;
+        break;
+    case 42:
+        r->chunk_map->bytes -= PAGE;
+        break;
+    case 43:
+        r->fds = *n_fds = *n_fds - 1;
+        break;
+    case 44:
+        fds[0] = d->nudge;
+        break;
+    case 45:
+        fds[0] = d->pools[0].data[7].reader; /* shorter */
+        break;
+    case 46:
+        fds[3] = fds[1]; /* read-only where a writable one belongs */
+        break;
     }
+}
+
+static void tweak_pools(struct fake *d, Kvd__Proto__Response *r, int *fds, unsigned *n_fds)
+{
+    if (r->body_case == KVD__PROTO__RESPONSE__BODY_SPACE_OPEN)
+        tweak_space(d, r);
+    if (r->body_case == KVD__PROTO__RESPONSE__BODY_POOL_OPEN)
+        tweak_pool(d, r, fds, n_fds);
+    if (r->body_case == KVD__PROTO__RESPONSE__BODY_CHUNK_MAP)
+        tweak_chunk(d, r, fds, n_fds);
 }
 
 Test(client_space, nonsense_is_refused)
