@@ -18,6 +18,7 @@
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerInitialize(int *argc, char ***argv);
 
+static char dir[] = "/dev/shm/kvd-fuzz-XXXXXX";
 static struct core *core;
 static uint64_t now = 1000000000;
 static struct attach *bystander;
@@ -57,9 +58,15 @@ static void keep_one(void)
         abort();
 }
 
+static void leave(void)
+{
+    core_free(core);
+    rmdir(dir);
+}
+
 int LLVMFuzzerInitialize(int *argc, char ***argv)
 {
-    static char dir[] = "/dev/shm/kvd-fuzz-XXXXXX", text[256];
+    static char text[256];
     struct config *config;
     struct core_options o;
     char why[512];
@@ -67,7 +74,7 @@ int LLVMFuzzerInitialize(int *argc, char ***argv)
 
     (void)argc;
     (void)argv;
-    if (!mkdtemp(dir))
+    if (!mkdtemp(dir) || atexit(leave) != 0)
         abort();
     snprintf(text, sizeof(text),
              "[daemon]\nruntime_dir = %s\nhugepages = off\n[space s]\n[pool s/a]\nslot = 4K\n"
