@@ -327,7 +327,8 @@ CORE_TEST(a_million_inserts_and_evictions_leave_no_tombstones)
         for (probes++; shm_load32(&t.lines[line].overflow); line = (line + 1) & t.mask)
             probes++;
     }
-    cr_assert_lt(probes, 3000u, "%llu lines for 1000 misses", (unsigned long long)probes);
+    /* Two or three in so small a table, by chance up to five; rotten tables need thousands. */
+    cr_assert_lt(probes, 8000u, "%llu lines for 1000 misses", (unsigned long long)probes);
 }
 
 CORE_TEST(water_marks_keep_slots_free)
