@@ -176,10 +176,15 @@ static void fill_core(struct core *c, const struct config_daemon *d)
 static int core_fill(struct core *c, const struct config *config, struct progress *progress,
                      char *ret_why, size_t why_bytes)
 {
+    uint32_t start;
     int r = 0;
 
     if (getrandom(c->instance, sizeof(c->instance), 0) != sizeof(c->instance))
         return -EIO;
+    /* A worker that has missed a restart may still use tickets of the run before: they must not be
+     * those of this one. */
+    memcpy(&start, c->instance, sizeof(start));
+    c->next_operation += start;
     c->spaces = calloc(config->space_count, sizeof(*c->spaces));
     if (!c->spaces)
         return -ENOMEM;

@@ -305,6 +305,8 @@ static int run(struct app *a)
 
     if (r == 0)
         r = make_core(a);
+    if (r == 0 && atomic_load(&a->cancel)) /* by a SIGTERM that came too late to stop anything */
+        r = -ECANCELED;
     if (r == 0)
         r = make_loop(a);
     if (r == 0)

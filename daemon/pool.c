@@ -121,12 +121,13 @@ static void describe(struct pool *p, const struct segment *s, const struct segme
 {
     size_t n = strlen(p->ladder);
 
+    if (s->page_size > p->page_bytes) /* the largest: what clients align their mappings to */
+        p->page_bytes = s->page_size;
     if (n && s->rung <= p->rung)
         return;
     if (n)
         n += (size_t)snprintf(p->ladder + n, sizeof(p->ladder) - n, "; then ");
     p->rung = s->rung;
-    p->page_bytes = s->page_size;
     if (n < sizeof(p->ladder))
         n += (size_t)snprintf(p->ladder + n, sizeof(p->ladder) - n, "%s, %llu KiB pages",
                               segment_rung_name(s->rung), (unsigned long long)s->page_size >> 10);
@@ -143,9 +144,11 @@ static void explain(char *ret_why, size_t n, const struct pool_spec *spec,
              why->n ? why->list[why->n - 1].text : strerror(-error));
 }
 
-/* One part of one chunk: made by the ladder, and mapped behind the chunks before it. */
-static int make_chunk_part(struct pool *p, const struct pool_spec *spec, uint32_t chunk,
-                           uint32_t part, char *ret_why, size_t why_bytes)
+/* One part of one chunk: made by the ladder, and mapped behind the chunks before it. Where hugepages are
+ * wanted, all parts are as long as if they had them: they may stand on different rungs, and clients are
+ * told one length. */
+static int make_chunk_part(struct pool *p, const struct pool_spec *spec, uint64_t page,
+                           uint32_t chunk, uint32_t part, char *ret_why, size_t why_bytes)
 {
     char name[224];
     struct segment_reasons why = {.n = 0};
@@ -158,6 +161,8 @@ static int make_chunk_part(struct pool *p, const struct pool_spec *spec, uint32_
     memory.name = name;
     memory.kind = SEGMENT_POOL;
     memory.bytes = slots_of_chunk(p, chunk) * p->part_bytes;
+    if (memory.hugepages != SEGMENT_HUGEPAGES_OFF)
+        memory.bytes = (memory.bytes + page - 1) / page * page;
     memory.replace = true;
     r = segment_make(&memory, &why, s);
     if (r < 0) {
@@ -187,7 +192,7 @@ static int make_data(struct pool *p, const struct pool_spec *spec, uint64_t page
     for (uint32_t part = 0; part < p->parts && r == 0; part++) {
         r = segment_reserve(NULL, reach + page, page, &p->base[part]);
         for (uint32_t chunk = 0; chunk < p->chunks && r == 0; chunk++)
-            r = make_chunk_part(p, spec, chunk, part, ret_why, why_bytes);
+            r = make_chunk_part(p, spec, page, chunk, part, ret_why, why_bytes);
     }
     return r;
 }

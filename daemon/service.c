@@ -20,6 +20,8 @@
 /* What is due by the clock is looked after at least so often, however busy the loop is. */
 #define WORK_EVERY_NS 10000000u
 
+#define SPIN_RETRY    16u
+
 #define TICK_NS       2000000000u
 
 /* ---- death of processes */
@@ -141,14 +143,21 @@ static void arm_work(struct service *s)
 }
 
 /* A worker's next batch often follows at once; a wake-up costs both sides more than these few
- * microseconds of looking. */
+ * microseconds of looking. But one that runs on this very processor, or is busy with something else,
+ * posts nothing while we look: so each time that nothing was found, the next look is half as long,
+ * and every SPIN_RETRY-th time as long as allowed again. */
 static bool spin(struct service *s)
 {
-    while (core_now_ns(s->core) < s->busy_until_ns) {
+    if (!s->busy_until_ns)
+        return false;
+    while (core_now_ns(s->core) < s->busy_until_ns)
         for (int i = 0; i < 16; i++)
-            if (sessions_have_work(s->core))
+            if (sessions_have_work(s->core)) {
+                s->fruitless = 0;
                 return true;
-    }
+            }
+    s->busy_until_ns = 0;
+    s->fruitless = (s->fruitless + 1) % SPIN_RETRY;
     return false;
 }
 
@@ -169,7 +178,7 @@ static int before_sleep(void *arg)
 
     if (serve_all(s)) {
         work_when_busy(s);
-        s->busy_until_ns = core_now_ns(s->core) + s->spin_ns;
+        s->busy_until_ns = core_now_ns(s->core) + (s->spin_ns >> s->fruitless);
         return 1;
     }
     if (core_work(s->core) || spin(s))

@@ -23,10 +23,11 @@ struct service {
     struct log *log;
     const struct server_socket *sockets;
     size_t n_sockets;
-    const char *hugepages; /* the configured mode, for status */
-    uint64_t spin_ns;      /* how long the core looks at the rings before it sleeps */
-    uint64_t busy_until_ns;
-    uint64_t work_due_ns; /* when a busy loop looks after the core's own work again */
+    const char *hugepages;  /* the configured mode, for status */
+    uint64_t spin_ns;       /* how long the core looks at the rings at most before it sleeps */
+    uint64_t busy_until_ns; /* 0: no ring has been served since it slept */
+    uint32_t fruitless;     /* looks that have found nothing; each halves the next one */
+    uint64_t work_due_ns;   /* when a busy loop looks after the core's own work again */
     struct loop_timer *tick, *work;
     struct log_limit notes; /* a hostile peer must not fill the log */
     uint32_t since_serve;   /* control requests since the rings were looked at */

@@ -66,8 +66,8 @@ static size_t api_lookup(struct subject *s)
 
 static size_t api_pin(struct subject *s)
 {
-    ssize_t n = kvd_pin(s->api->pinset, s->api->session.pool, (const struct kvd_key *)s->keys,
-                        CHAIN, 0);
+    ssize_t n =
+        kvd_pin(s->api->pinset, s->api->session.pool, (const struct kvd_key *)s->keys, CHAIN, 0);
 
     return n < 0 ? 0 : (size_t)n;
 }

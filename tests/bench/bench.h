@@ -63,8 +63,9 @@ struct result {
     const char *floor_name;
 };
 
-int report_new(bool json, struct report **ret);
-void report_add(struct report *r, const struct figure *f, const struct result *result);
+/* `judge`: say whether goals were met. */
+int report_new(bool json, bool judge, struct report **ret);
+void report_add(struct report *r, const struct figure *figure, const struct result *result);
 
 /* Rows so far, and those of them that missed their goal or are no numbers. */
 unsigned report_rows(const struct report *r);

@@ -14,8 +14,8 @@
 
 #include "chain.h"
 
-#define START_NS 60000000000u
-#define STEP_US 5000u
+#define START_NS   60000000000u
+#define STEP_US    5000u
 #define FILL_BATCH 512u
 
 static int write_config(const struct daemon *d, enum daemon_memory memory, const char *pool)

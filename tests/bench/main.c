@@ -192,7 +192,7 @@ int main(int argc, char **argv)
         return r < 0 ? 2 : 0;
     if (a.bench.smoke)
         a.bench.rounds = 1;
-    if (report_new(a.json, &a.bench.report) < 0)
+    if (report_new(a.json, !a.bench.smoke, &a.bench.report) < 0)
         return 1;
     for (size_t i = 0; i < CASES; i++) {
         if (!wanted(&a, cases[i].name))

@@ -373,6 +373,14 @@ void model_reserved(struct model *m, const struct m_reserve *q, int expected, in
     grant(m, q, slot, ticket);
 }
 
+/* NULL: not a ticket of the slot that it names. */
+static struct m_slot *slot_of(struct m_pool *p, uint64_t ticket)
+{
+    uint64_t slot = ticket & ((1u << TICKET_SLOT_BITS) - 1);
+
+    return ticket && slot < p->slots && p->slot[slot].ticket == ticket ? &p->slot[slot] : NULL;
+}
+
 static int check_commit(const struct model *m, const struct m_commit *c, const struct m_slot *s)
 {
     const struct m_pool *p = &m->pool[c->pool];
@@ -391,11 +399,10 @@ static int check_commit(const struct model *m, const struct m_commit *c, const s
 int model_commit(struct model *m, const struct m_commit *c, uint32_t tick)
 {
     struct m_pool *p = &m->pool[c->pool];
-    uint64_t slot = c->ticket & ((1u << TICKET_SLOT_BITS) - 1);
-    struct m_slot *s = &p->slot[slot];
+    struct m_slot *s = slot_of(p, c->ticket);
     int r;
 
-    if (!c->ticket || slot >= p->slots || s->ticket != c->ticket)
+    if (!s)
         return -ESTALE;
     r = check_commit(m, c, s);
     if (r < 0 || s->state == M_LIVE)
@@ -407,7 +414,7 @@ int model_commit(struct model *m, const struct m_commit *c, uint32_t tick)
     s->state = M_LIVE;
     s->meta = c->meta;
     s->used = s->used_max = tick;
-    s->held_since_reset = m->held[c->pool][slot] != 0;
+    s->held_since_reset = m->held[c->pool][s - p->slot] != 0;
     p->committed++;
     return 0;
 }
@@ -415,11 +422,9 @@ int model_commit(struct model *m, const struct m_commit *c, uint32_t tick)
 int model_abort(struct model *m, int session, int pool, uint64_t ticket)
 {
     struct m_pool *p = &m->pool[pool];
-    uint64_t slot = ticket & ((1u << TICKET_SLOT_BITS) - 1);
-    struct m_slot *s = &p->slot[slot];
+    struct m_slot *s = slot_of(p, ticket);
 
-    if (!ticket || slot >= p->slots || s->ticket != ticket || s->state != M_RESERVED ||
-        s->engine != m->session[session].engine)
+    if (!s || s->state != M_RESERVED || s->engine != m->session[session].engine)
         return -ENOENT;
     unreserve(m, p, s, false);
     p->aborted++;

@@ -102,7 +102,7 @@ static int wait_exit(pid_t pid)
 
 /* ---- the folder of a daemon */
 
-static void write_config(struct daemon *d, const char *keys, const char *rest)
+void daemon_configure(struct daemon *d, const char *keys, const char *rest)
 {
     FILE *f = fopen(d->config, "w");
 
@@ -141,7 +141,7 @@ void daemon_prepare(struct daemon *d, const char *daemon_keys, const char *rest)
     snprintf(d->reader, sizeof(d->reader), "%s/run/reader.sock", d->dir);
     snprintf(d->admin, sizeof(d->admin), "%s/run/admin.sock", d->dir);
     snprintf(d->notify, sizeof(d->notify), "%s/notify", d->dir);
-    write_config(d, daemon_keys, rest);
+    daemon_configure(d, daemon_keys, rest);
     listen_for_notes(d);
 }
 
@@ -209,11 +209,15 @@ static _Noreturn void run_nested(const struct daemon *d)
     int status;
 
     prctl(PR_SET_PDEATHSIG, SIGKILL);
-    if (unshare(CLONE_NEWPID) < 0)
+    if (unshare(CLONE_NEWPID | CLONE_NEWNS) < 0 ||
+        mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) < 0)
         _exit(125);
     nested = fork();
-    if (nested == 0)
+    if (nested == 0) {
+        if (mount("proc", "/proc", "proc", 0, NULL) < 0)
+            _exit(125);
         run_daemon(d);
+    }
     signal(SIGTERM, pass_on);
     while (waitpid(nested, &status, 0) < 0 && errno == EINTR)
         ;
@@ -335,6 +339,7 @@ void daemon_stop(struct daemon *d)
     if (!daemon_runs(d))
         show_log(d);
     cr_assert(daemon_runs(d), "the daemon has died");
+    forget_control(d); /* it would wait for us to read its goodbye */
     cr_assert_eq(kill(d->pid, SIGTERM), 0);
     daemon_wait_clean(d);
 }
@@ -642,6 +647,22 @@ void worker_start(struct worker *w)
     w->out = out[0];
 }
 
+/* Children go where /proc/self/ns/pid_for_children says; ours come back. */
+void worker_start_in(struct worker *w, const struct daemon *d)
+{
+    char path[64];
+    int theirs, ours = open("/proc/self/ns/pid", O_RDONLY | O_CLOEXEC);
+
+    snprintf(path, sizeof(path), "/proc/%d/ns/pid_for_children", (int)d->pid);
+    theirs = open(path, O_RDONLY | O_CLOEXEC);
+    cr_assert(ours >= 0 && theirs >= 0, "%s: %s", path, strerror(errno));
+    cr_assert_eq(setns(theirs, CLONE_NEWPID), 0, "%s", strerror(errno));
+    worker_start(w);
+    cr_assert_eq(setns(ours, CLONE_NEWPID), 0, "%s", strerror(errno));
+    close(theirs);
+    close(ours);
+}
+
 static void vtell(struct worker *w, const char *format, va_list args)
 {
     char line[4096];
@@ -859,16 +880,26 @@ static bool own_mounts(void)
     return done;
 }
 
-bool hugetlbfs_mount(const char *dir, unsigned pages)
+bool hugetlbfs_mount(unsigned pages, char ret_dir[64])
 {
     char options[64];
 
+    strcpy(ret_dir, "/dev/shm/kvd-system-huge-XXXXXX");
+    cr_assert_not_null(mkdtemp(ret_dir));
+    note_folder(folders, 16, ret_dir);
     snprintf(options, sizeof(options), "pagesize=2M,size=%uM", 2 * pages);
-    if (!own_mounts() || (mkdir(dir, 0700) < 0 && errno != EEXIST) ||
-        mount("none", dir, "hugetlbfs", 0, options) < 0)
+    if (!own_mounts() || mount("none", ret_dir, "hugetlbfs", 0, options) < 0)
         return false;
-    note_folder(mounts, 4, dir);
+    note_folder(mounts, 4, ret_dir);
     return true;
+}
+
+unsigned hugetlbfs_used(const char *dir)
+{
+    struct statfs fs;
+
+    cr_assert_eq(statfs(dir, &fs), 0);
+    return (unsigned)(fs.f_blocks - fs.f_bfree);
 }
 
 bool hugetlbfs_hide(void)

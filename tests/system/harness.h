@@ -62,6 +62,9 @@ extern const char *const usual_pools;
  * says otherwise, quarantine 300ms unless it says so, the three sockets, and `rest`. */
 void daemon_prepare(struct daemon *d, const char *daemon_keys, const char *rest);
 
+/* Another configuration in the same folder. */
+void daemon_configure(struct daemon *d, const char *daemon_keys, const char *rest);
+
 /* Starts it and waits until it says READY=1. */
 void daemon_start(struct daemon *d);
 
@@ -140,6 +143,9 @@ struct worker {
 
 void worker_start(struct worker *w);
 
+/* In the PID namespace of a daemon that has its own. */
+void worker_start_in(struct worker *w, const struct daemon *d);
+
 /* Connected to a socket, and with a space's pool open. token NULL: none. */
 void worker_join(struct worker *w, const char *socket, const char *space, const char *pool,
                  const char *flags);
@@ -181,8 +187,11 @@ bool hugepages_take(unsigned n);
 void hugepages_give_back(void);
 uint64_t hugepages_free(void);
 
-/* Mounts a hugetlbfs for this test only; false: not allowed. */
-bool hugetlbfs_mount(const char *dir, unsigned pages);
+/* Mounts a hugetlbfs of so many pages for this test only; false: not allowed. */
+bool hugetlbfs_mount(unsigned pages, char ret_dir[64]);
+
+/* Pages of it that are in use. */
+unsigned hugetlbfs_used(const char *dir);
 
 /* In a mount namespace of our own, with no hugetlbfs anywhere. */
 bool hugetlbfs_hide(void);

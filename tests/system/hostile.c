@@ -200,6 +200,24 @@ static void do_request(char **arg)
     shm_ring_consume(&completions, 1);
 }
 
+/* Says that there are requests, whether or not there is memory for them. */
+static void do_tail(char **arg)
+{
+    struct shm_session *s = session.addr;
+
+    atomic_store(&s->requests.tail, (uint32_t)strtoul(arg[0], NULL, 0));
+    answer(control_wake(control));
+}
+
+/* Counts pins of a slot by hand. */
+static void do_count(char **arg)
+{
+    struct shm_pins *p = pins.addr;
+
+    atomic_fetch_add(&p->pins[strtoul(arg[0], NULL, 0)].count, (uint32_t)strtoul(arg[1], NULL, 0));
+    say_ok("counted");
+}
+
 /* ---- harm */
 
 static struct mapping *which(const char *name)
@@ -373,7 +391,8 @@ static const struct {
     {"connect", do_connect},   {"open", do_open},         {"chunk", do_chunk},
     {"ping", do_ping},         {"release", do_release},   {"request", do_request},
     {"truncate", do_truncate}, {"punch", do_punch},       {"scribble", do_scribble},
-    {"how-much", do_how_much}, {"stop", do_stop},
+    {"how-much", do_how_much}, {"stop", do_stop},         {"count", do_count},
+    {"tail", do_tail},
 };
 
 void hostile_command(char **arg)

@@ -31,6 +31,8 @@ void raw_connect(struct raw *r, const char *path)
 
 static void forget(struct raw *r)
 {
+    while (r->n_fds)
+        close(r->fds[--r->n_fds]);
     if (r->frame)
         frame_unpack_free(&r->frame->base, &r->budget);
     r->frame = NULL;
@@ -90,6 +92,8 @@ int32_t raw_answer(struct raw *r)
                                   &r->budget, &m),
                      0);
         r->frame = (Kvd__Proto__ServerFrame *)m;
+        for (unsigned i = 0; i < frame.n_fds && i < 8; i++)
+            r->fds[r->n_fds++] = frame_take_fd(&frame, i);
     } while (!r->frame->response);
     r->response = r->frame->response;
     return r->response->status;

@@ -18,6 +18,8 @@ struct raw {
     struct frame_budget budget;
     Kvd__Proto__ServerFrame *frame; /* of the last answer */
     const Kvd__Proto__Response *response;
+    int fds[8]; /* that came with it; closed with the next one */
+    unsigned n_fds;
     uint32_t session;
     bool resumed;
     uint8_t cookie[16];

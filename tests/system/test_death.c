@@ -284,6 +284,7 @@ static void lose_socket(const char *how)
     /* Again, and this time a call of the control path finds out. */
     worker_do(&b, "socket %s", how);
     eventually(strcmp(daemon_session(&d, b.pid).state, "hung-up") == 0);
+    worker_try(&b, "ping"); /* of a socket that somebody else has closed, it may complain once */
     worker_do(&b, "ping");
     cr_assert_eq(worker_n(&b, "session"), session);
     cr_assert_eq(worker_n(&b, "check"), 12);
@@ -444,25 +445,27 @@ Test(death, of_a_scheduler_is_over_after_a_while)
 /* The daemon must also come to that when it is never idle. */
 static void busy(const char *how)
 {
-    long long before;
+    static struct worker busy[3];
     uint64_t t;
 
     daemon_up(&d, "engine_linger = 100ms\nquarantine = 100ms\n", usual_pools);
     worker_join(&a, d.writer, "one", "kv", "token=engine");
     worker_join(&b, d.writer, "one", "kv", "token=engine");
-    worker_start(&c);
-    worker_do(&c, "raw connect %s 4096", d.writer);
-    worker_do(&c, "raw open %u", daemon_pool(&d, "one/kv"));
     cr_assert_eq(worker_n(&a, "reserve 100 2"), 2);
-    worker_do(&c, "raw scribble %s", how);
+    for (int i = 0; i < 3; i++) {
+        worker_start(&busy[i]);
+        worker_do(&busy[i], "raw connect %s 4096", d.writer);
+        worker_do(&busy[i], "raw open %u", daemon_pool(&d, "one/kv"));
+        worker_do(&busy[i], "raw scribble %s", how);
+    }
     t = clock_us();
     worker_kill(&a);
     eventually(daemon_counts(&d, "one/kv").free == 64);
     tell_time("both delays, of 0.1 s each", t);
-    before = worker_n(&c, "raw how-much");
-    eventually(worker_n(&c, "raw how-much") > before + 100);
-    worker_do(&c, "raw stop");
-    worker_quit(&c);
+    for (int i = 0; i < 3; i++) {
+        cr_assert_gt(worker_n(&busy[i], "raw stop"), 100);
+        worker_quit(&busy[i]);
+    }
     worker_quit(&b);
     finish();
 }
