@@ -199,7 +199,7 @@ struct kvd_pool_info {
     uint64_t slot_bytes;  /* parts * part_bytes */
     uint64_t part_bytes;  /* stride of a part: address = base(part) + slot * part_bytes */
     uint64_t chunk_slots; /* a chunk is one mapping: register these ranges with a device */
-    uint64_t page_bytes;  /* of the memory behind it */
+    uint64_t page_bytes;  /* of the memory behind it; the largest, if chunks differ */
     uint32_t parts;
     uint32_t chunks;
     char name[64];

@@ -11,6 +11,9 @@
 
 #include "proto/frame.h"
 
+/* After this a connection waits for its next turn: others are waiting, too. */
+#define TURN_NS 200000u
+
 enum {
     REQUEST_BUDGET = 8,    /* unpacking a request may take this many times max_frame_bytes */
     QUEUE_PAUSE = 4,       /* requests wait while more than 1/4 of the queue limit is filled */
@@ -350,15 +353,18 @@ static void handle_bad_length(struct conn *conn, int err)
     fail_protocol(conn, err, text);
 }
 
-/* One read and a bounded number of requests per turn; epoll or settle() brings us back for the
- * rest. */
+/* One read and a bounded number of requests, and time, per turn; epoll or settle() brings us back for
+ * the rest. The first request is always served. */
 static void handle_input(struct conn *conn)
 {
-    unsigned left = conn->server->options.requests_per_turn;
+    const struct server_options *o = &conn->server->options;
+    uint64_t end = loop_clock(o->loop) + TURN_NS;
+    unsigned left = o->requests_per_turn;
     bool may_fill = true;
 
     conn->busy = true;
-    while (left > 0 && may_read(conn)) {
+    while (left > 0 && may_read(conn) &&
+           (left == o->requests_per_turn || loop_clock(o->loop) < end)) {
         struct frame frame;
         int r = frame_reader_next(&conn->in, &frame);
 

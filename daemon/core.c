@@ -214,6 +214,7 @@ int core_new(const struct core_options *o, char *ret_why, size_t why_bytes, stru
         return -ENOMEM;
     c->clock = o->clock;
     c->log = o->log;
+    c->breaks = (struct log_limit){.interval_ns = 10000000000u, .burst = 20};
     c->cancel = o->cancel;
     c->core_segment.fd = c->core_segment.reader_fd = -1;
     list_init(&c->sessions);

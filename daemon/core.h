@@ -12,6 +12,7 @@
 #include <stdint.h>
 
 #include "daemon/list.h"
+#include "daemon/log.h"
 #include "daemon/segment_make.h"
 #include "daemon/tenant.h"
 #include "shm/layout.h"
@@ -20,7 +21,6 @@
 #define CORE_MAX_SPACES 64u
 
 struct config;
-struct log;
 struct pool;
 struct session;
 struct space;
@@ -40,6 +40,7 @@ struct core_stats {
 struct core {
     struct core_clock clock;
     struct log *log;
+    struct log_limit breaks; /* of sessions */
     char runtime_dir[108];
     const atomic_bool *cancel;
     uint8_t instance[16];

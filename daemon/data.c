@@ -20,11 +20,19 @@ static int need_writer(struct call *c)
     return call_fail(c, -EACCES, "this socket has the role reader");
 }
 
+/* What one message may ask for: more would keep others waiting. */
+#define KEYS_MAX 4096u
+
 /* All keys of a message, or NULL with *ret_status set. free() them. */
 static struct shm_key *copy_keys(struct call *c, Kvd__Proto__Key **from, size_t n, int *ret_status)
 {
-    struct shm_key *keys = calloc(n ? n : 1, sizeof(*keys));
+    struct shm_key *keys;
 
+    if (n > KEYS_MAX) {
+        *ret_status = call_fail(c, -E2BIG, "at most %u keys in one message", KEYS_MAX);
+        return NULL;
+    }
+    keys = calloc(n ? n : 1, sizeof(*keys));
     *ret_status = keys ? 0 : -ENOMEM;
     for (size_t i = 0; keys && i < n && *ret_status == 0; i++)
         *ret_status = call_key(c, from[i], &keys[i]);

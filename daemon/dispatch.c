@@ -102,12 +102,17 @@ static int attach_new(struct call *c, const Kvd__Proto__Hello *h, struct session
         .token = h->has_engine_token ? h->engine_token.data : NULL,
         .token_len = h->has_engine_token ? (uint32_t)h->engine_token.len : 0,
         .ring_entries = shm ? wish : 0,
+        .socket = conn_socket(c->conn),
+        .socket_max = conn_socket(c->conn)->max_connections,
     };
     struct session *s;
     int pidfd, r = session_new(c->service->core, &spec, &s);
 
     if (r == -EUSERS)
-        return call_fail(c, r, "kvd has as many sessions as max_sessions allows");
+        return call_fail(
+            c, r,
+            "there are as many sessions as max_sessions, or the socket's max_connections, allows; "
+            "`kvctl sessions` lists them");
     if (r < 0)
         return call_fail(c, r, "cannot make a session: %s", strerror(-r));
     pidfd = conn_take_pidfd(c->conn);

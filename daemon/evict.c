@@ -108,7 +108,9 @@ static void look_at_all(struct pool *p, struct batch *b)
             continue;
         }
         pool_drop_sources(p, a);
-        session_break(a->session, "its pin segment was truncated");
+        session_break(
+            a->session,
+            "its pin segment cannot be read: truncated, or a hole that no page is left for");
         i = 0; /* what the faulting pass wrote is a mixture, but each mark in it is a safe one */
     }
 }
@@ -152,10 +154,15 @@ static int mark(void *arg)
     return 0;
 }
 
+/* Anybody may ask for this, so it takes at most a twentieth of the core's time. */
 uint64_t pool_count_pinned(struct pool *p)
 {
-    struct marking x = {.pool = p, .marks = calloc(p->slots / 8 + 1, 1)};
-    uint64_t n = 0;
+    uint64_t start = core_now_ns(p->core), n = 0;
+    struct marking x;
+
+    if (start < p->pinned_until_ns)
+        return p->pinned;
+    x = (struct marking){.pool = p, .marks = calloc(p->slots / 8 + 1, 1)};
 
     for (uint32_t i = 0; x.marks && i < p->n_sources; i++) {
         x.pins = p->sources[i].pins;
@@ -164,6 +171,8 @@ uint64_t pool_count_pinned(struct pool *p)
     for (uint32_t i = 0; x.marks && i < p->slots; i++)
         n += p->table->slots[i].state == SHM_SLOT_LIVE && (x.marks[i / 8] >> i % 8 & 1);
     free(x.marks);
+    p->pinned = n;
+    p->pinned_until_ns = start + 20 * (core_now_ns(p->core) - start);
     return n;
 }
 
@@ -307,8 +316,8 @@ static uint32_t evict_queued(struct pool *p, uint32_t want, uint32_t most, enum 
     uint32_t freed = 0;
     bool used = true;
 
-    /* Now that the policy knows, they are candidates like any other; perhaps there are no others. More
-     * than twice only while readers come and go all the time. */
+    /* Now that the policy knows, they are candidates like any other; perhaps there are no others.
+     * More than twice only while readers come and go all the time. */
     for (int passes = 0; passes < PASSES && freed < want && used; passes++) {
         used = false;
         freed += evict_pass(p, want - freed, most, why, &used);

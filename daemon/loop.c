@@ -106,6 +106,11 @@ void loop_free(struct loop *loop)
     free(loop);
 }
 
+uint64_t loop_clock(const struct loop *loop)
+{
+    return loop->options.clock(loop->options.arg);
+}
+
 uint64_t loop_now(const struct loop *loop)
 {
     return loop->now;

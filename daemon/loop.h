@@ -48,6 +48,9 @@ void loop_stop(struct loop *loop);
 /* One turn. With may_sleep false it only takes what is ready. */
 int loop_turn(struct loop *loop, bool may_sleep);
 
+/* The clock itself, now. */
+uint64_t loop_clock(const struct loop *loop);
+
 /* The time at which this turn woke up. Cheap; as old as the turn. */
 uint64_t loop_now(const struct loop *loop);
 

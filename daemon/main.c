@@ -123,6 +123,27 @@ static void on_progress(uint64_t done, uint64_t total, void *arg)
                (unsigned long long)done >> 20, (unsigned long long)total >> 20);
 }
 
+/* Whoever may write to it can put sockets and files of his own in place of ours. */
+static int check_runtime_dir(struct app *a, const char *dir)
+{
+    struct stat st;
+    const char *why = NULL;
+
+    if (lstat(dir, &st) < 0)
+        return -errno;
+    if (!S_ISDIR(st.st_mode))
+        why = "is no directory, or a link to one";
+    else if (st.st_uid != geteuid() && st.st_uid != 0)
+        why = "belongs to another user";
+    else if (st.st_mode & (S_IWGRP | S_IWOTH))
+        why = "can be written by others";
+    if (!why)
+        return 0;
+    log_write(&a->log, LOG_ERR, NULL, "runtime_dir %s %s; fix: give kvd one of its own (mode 0755)",
+              dir, why);
+    return -EPERM;
+}
+
 static int take_lock(struct app *a)
 {
     const char *dir = a->config->daemon.runtime_dir;
@@ -134,6 +155,9 @@ static int take_lock(struct app *a)
         log_write(&a->log, LOG_ERR, NULL, "cannot make runtime_dir %s: %s", dir, strerror(-r));
         return r;
     }
+    r = check_runtime_dir(a, dir);
+    if (r < 0)
+        return r;
     r = server_lock(dir, &a->lock_fd, &holder);
     if (r == -EADDRINUSE)
         log_write(

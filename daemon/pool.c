@@ -144,9 +144,9 @@ static void explain(char *ret_why, size_t n, const struct pool_spec *spec,
              why->n ? why->list[why->n - 1].text : strerror(-error));
 }
 
-/* One part of one chunk: made by the ladder, and mapped behind the chunks before it. Where hugepages are
- * wanted, all parts are as long as if they had them: they may stand on different rungs, and clients are
- * told one length. */
+/* One part of one chunk: made by the ladder, and mapped behind the chunks before it. Where
+ * hugepages are wanted, all parts are as long as if they had them: they may stand on different
+ * rungs, and clients are told one length. */
 static int make_chunk_part(struct pool *p, const struct pool_spec *spec, uint64_t page,
                            uint32_t chunk, uint32_t part, char *ret_why, size_t why_bytes)
 {

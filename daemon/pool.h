@@ -96,6 +96,7 @@ struct pool {
     uint32_t inserts_in_tick;
     uint64_t tick_ms[POOL_TICKS]; /* when each of the last ticks began: turns stamps into ages */
     uint64_t exhausted_until_ns;
+    uint64_t pinned, pinned_until_ns; /* the last count, and how long it is good enough */
     bool making_room; /* free slots were below the low-water mark and are not at the high one yet */
     uint32_t inner_cursor; /* where the search for unpinned inner objects goes on */
 

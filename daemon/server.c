@@ -91,8 +91,9 @@ int server_lock(const char *runtime_dir, int *ret_fd, pid_t *ret_holder)
 
     if (dir < 0)
         return -errno;
-    fd = openat(dir, "lock", O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0644);
-    err = fd < 0 ? -errno : lock_file(fd, ret_holder);
+    fd = openat(dir, "lock", O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+    /* Nobody else may open it: whoever can, can lock it, and keep us from starting. */
+    err = fd < 0 || fchmod(fd, 0600) < 0 ? -errno : lock_file(fd, ret_holder);
     close(dir);
     if (err) {
         if (fd >= 0)
@@ -555,9 +556,13 @@ static int bind_socket(int fd, const struct server_socket *config, const struct 
     return err;
 }
 
+#define LOCK_TRIES    50
+#define LOCK_PAUSE_US 10000
+
 /* Of two daemons that find the same dead socket, the slower one would remove what the faster one
  * has just bound. The lock on the folder keeps them apart even when they do not share a runtime
- * directory. */
+ * directory. A daemon holds it for moments; who can read the folder can hold it for ever, so after a
+ * while we go on without it. */
 static int lock_folder(const char *path)
 {
     char copy[sizeof(((struct sockaddr_un *)0)->sun_path)];
@@ -567,9 +572,15 @@ static int lock_folder(const char *path)
     fd = open(dirname(copy), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd < 0)
         return -errno;
-    if (flock(fd, LOCK_EX | LOCK_NB) < 0) {
-        int err = errno == EWOULDBLOCK ? -EADDRINUSE : -errno;
+    for (int tries = 0; flock(fd, LOCK_EX | LOCK_NB) < 0; tries++) {
+        int err = -errno;
 
+        if (err == -EWOULDBLOCK && tries < LOCK_TRIES) {
+            usleep(LOCK_PAUSE_US);
+            continue;
+        }
+        if (err == -EWOULDBLOCK)
+            return fd;
         close(fd);
         return err;
     }
@@ -638,7 +649,7 @@ static void note_failure(struct server *server, const struct server_socket *sock
     const char *why = strerror(-err);
 
     if (err == -EADDRINUSE)
-        why = "another process listens there, or is just starting to";
+        why = "another process listens there";
     else if (err == -ENOTSOCK)
         why = "something that is not a socket has this name: remove it or configure another path";
     else if (err == -EINVAL)

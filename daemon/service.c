@@ -60,8 +60,9 @@ static void on_death(void *arg, uint32_t events)
     struct session *s = w->session;
 
     (void)events;
-    log_write(w->service->log, LOG_INFO, &(struct log_fields){.session = s->id},
-              "pid %d (%s) is dead", (int)s->pid, s->client);
+    log_write_limited(w->service->log, &w->service->deaths, LOG_INFO,
+                      &(struct log_fields){.session = s->id}, "pid %d (%s) is dead", (int)s->pid,
+                      s->client);
     service_part(s);
     s->watch = NULL;
     watch_free(w);
@@ -200,6 +201,8 @@ static void on_tick(void *arg)
     struct service *s = arg;
 
     log_limit_flush(s->log, &s->notes, LOG_NOTICE, NULL, "refused peers");
+    log_limit_flush(s->log, &s->deaths, LOG_INFO, NULL, "dead processes");
+    log_limit_flush(s->log, &s->core->breaks, LOG_WARNING, NULL, "broken sessions");
     if (s->core->n_sessions)
         core_tick(s->core);
 }
@@ -239,8 +242,11 @@ static void on_note(void *ctx, const struct conn *conn, int status, const char *
 {
     struct service *s = ctx;
 
-    log_write_limited(s->log, &s->notes, LOG_NOTICE, NULL, "pid %d: %s (%d)",
-                      conn ? (int)conn_pid(conn) : 0, message, status);
+    if (conn)
+        log_write_limited(s->log, &s->notes, LOG_NOTICE, NULL, "pid %d: %s (%d)",
+                          (int)conn_pid(conn), message, status);
+    else
+        log_write(s->log, status < 0 ? LOG_ERR : LOG_NOTICE, NULL, "%s", message);
 }
 
 static void on_request(void *ctx, struct conn *conn, const Kvd__Proto__Request *request)
@@ -268,7 +274,7 @@ int service_start(struct service *s)
         .before_sleep = before_sleep, .after_wake = after_wake, .arg = s};
     int r = loop_timer_new(s->loop, on_tick, s, &s->tick);
 
-    s->notes = (struct log_limit){.interval_ns = 10000000000u, .burst = 20};
+    s->notes = s->deaths = (struct log_limit){.interval_ns = 10000000000u, .burst = 20};
     if (r == 0)
         r = loop_timer_new(s->loop, on_work, s, &s->work);
     if (r < 0)

@@ -29,8 +29,8 @@ struct service {
     uint32_t fruitless;     /* looks that have found nothing; each halves the next one */
     uint64_t work_due_ns;   /* when a busy loop looks after the core's own work again */
     struct loop_timer *tick, *work;
-    struct log_limit notes; /* a hostile peer must not fill the log */
-    uint32_t since_serve;   /* control requests since the rings were looked at */
+    struct log_limit notes, deaths; /* a hostile peer must not fill the log */
+    uint32_t since_serve;           /* control requests since the rings were looked at */
 };
 
 /* The rest of *s is filled in by the caller. */

@@ -125,6 +125,23 @@ static void set_client(struct session *s, const char *client)
         s->client[n++] = *client >= ' ' && *client < 127 ? *client : '?';
 }
 
+/* Sessions outlive their connections, so they are counted for themselves: whoever uses up those of one
+ * socket does not use up those of others. An administrator, who comes to put an end to it, still finds
+ * room. */
+#define ADMIN_RESERVE 16u
+
+static bool too_many(const struct core *c, const struct session_spec *spec)
+{
+    uint32_t n = 0;
+
+    if (c->n_sessions >= c->max_sessions + (spec->role == ROLE_ADMIN ? ADMIN_RESERVE : 0))
+        return true;
+    for (const struct list *i = c->sessions.next; spec->socket_max && i != &c->sessions;
+         i = i->next)
+        n += list_entry(i, struct session, in_core)->socket == spec->socket;
+    return spec->socket_max && n >= spec->socket_max;
+}
+
 int session_new(struct core *c, const struct session_spec *spec, struct session **ret_session)
 {
     struct session *s;
@@ -132,7 +149,7 @@ int session_new(struct core *c, const struct session_spec *spec, struct session 
 
     if (spec->token_len > sizeof(((struct engine *)0)->token))
         return -EINVAL;
-    if (c->n_sessions >= c->max_sessions)
+    if (too_many(c, spec))
         return -EUSERS;
     s = calloc(1, sizeof(*s));
     if (!s)
@@ -140,6 +157,7 @@ int session_new(struct core *c, const struct session_spec *spec, struct session 
     *s = (struct session){.core = c,
                           .id = c->next_session++,
                           .role = spec->role,
+                          .socket = spec->socket,
                           .pid = spec->pid,
                           .uid = spec->uid,
                           .start_time = spec->start_time,
@@ -277,9 +295,9 @@ void session_break(struct session *s, const char *note)
     s->broken = true;
     s->note = note;
     s->core->stats.broken++;
-    log_write(s->core->log, LOG_WARNING, &(struct log_fields){.session = s->id},
-              "pid %d (%s): %s; no more service, its pins stand while it lives", (int)s->pid,
-              s->client, note);
+    log_write_limited(s->core->log, &s->core->breaks, LOG_WARNING,
+                      &(struct log_fields){.session = s->id}, "pid %d (%s): %s; no more service",
+                      (int)s->pid, s->client, note);
 }
 
 int64_t sessions_linger(struct core *c, uint64_t now_ms)

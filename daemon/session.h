@@ -58,8 +58,9 @@ struct session {
     uint64_t start_time;
     char client[64];
     uint8_t cookie[16];
-    struct conn *conn; /* NULL: hung up or ended */
-    void *watch;       /* of the service: waits for the death of the process */
+    struct conn *conn;  /* NULL: hung up or ended */
+    void *watch;        /* of the service: waits for the death of the process */
+    const void *socket; /* the one it came by; only to count those of each */
     uint64_t created_ms, active_ms;
     uint64_t linger_until_ms;
     const char *note; /* what is wrong with it; NULL: nothing */
@@ -98,6 +99,8 @@ struct session_spec {
     const uint8_t *token;
     uint32_t token_len;
     uint32_t ring_entries; /* 0: no shared memory */
+    const void *socket;
+    uint32_t socket_max; /* sessions of this socket; 0: no limit */
 };
 
 int session_new(struct core *c, const struct session_spec *spec, struct session **ret_session);

@@ -36,20 +36,22 @@ build_in() {
 }
 
 # Makes sure that at least $1 hugepages are free, and remembers what to put back.
-kvd_old_hugepages=
+kvd_added_hugepages=0
 take_hugepages() {
     local want=$1 file=/proc/sys/vm/nr_hugepages now free
     now=$(cat $file)
     free=$(awk '/HugePages_Free/ { print $2 }' /proc/meminfo)
     [ "$free" -ge "$want" ] && return 0
-    kvd_old_hugepages=$now
     as_root sh -c "echo $((now + want - free)) > $file" 2>/dev/null || true
+    kvd_added_hugepages=$(($(cat $file) - now))
     free=$(awk '/HugePages_Free/ { print $2 }' /proc/meminfo)
     [ "$free" -ge "$want" ]
 }
 
 put_back_hugepages() {
-    [ -n "$kvd_old_hugepages" ] || return 0
-    as_root sh -c "echo $kvd_old_hugepages > /proc/sys/vm/nr_hugepages" || true
-    kvd_old_hugepages=
+    [ "$kvd_added_hugepages" -gt 0 ] || return 0
+    # As many fewer, not the number of before: somebody else may have taken some meanwhile.
+    as_root sh -c "echo $(($(cat /proc/sys/vm/nr_hugepages) - kvd_added_hugepages)) > /proc/sys/vm/nr_hugepages" ||
+        true
+    kvd_added_hugepages=0
 }

@@ -3,8 +3,9 @@
 
 #include "index.h"
 
-/* How often a pin is tried again when the entry changes under it. It changes because the core tries to
- * evict it or has evicted it; either way a few rounds settle it, and a miss is always a right answer. */
+/* How often a pin is tried again when the entry changes under it. It changes because the core tries
+ * to evict it or has evicted it; either way a few rounds settle it, and a miss is always a right
+ * answer. */
 #define PIN_TRIES 4u
 
 /* Keys that the hot loop takes at a time, which saves counting; divides SHM_AHEAD. */
@@ -60,13 +61,14 @@ static inline const struct shm_entry *window_next(struct window *w, const struct
     return e;
 }
 
-/* LIVE and LEAVING have this bit, the others do not. LEAVING is still there; a pin will find out. */
+/* LIVE and LEAVING have this bit, the others do not. LEAVING is still there; a pin will find
+ * out. */
 #define RAM_BIT ((uint64_t)SHM_LIVE << SHM_SLOT_BITS)
 _Static_assert((SHM_LIVE & SHM_LEAVING) == SHM_LIVE && !(SHM_LIVE & (SHM_PENDING | SHM_EMPTY)),
                "one bit tells");
 
-/* What is known of one key without pinning it. The key was compared between two equal loads of the word,
- * so it was the line's key at that time. */
+/* What is known of one key without pinning it. The key was compared between two equal loads of the
+ * word, so it was the line's key at that time. */
 static inline enum shm_found find_one(const struct shm_table *t, const struct shm_entry *home,
                                       const struct shm_key *key, uint32_t epoch)
 {
@@ -80,8 +82,8 @@ static inline enum shm_found find_one(const struct shm_table *t, const struct sh
     return hit.word & RAM_BIT ? SHM_FOUND_RAM : SHM_FOUND_PENDING;
 }
 
-/* Takes what it needs of the table by value: a pointer would keep all of it in memory, also for the hot
- * loop. */
+/* Takes what it needs of the table by value: a pointer would keep all of it in memory, also for the
+ * hot loop. */
 outlined bool is_found_on(const struct shm_entry *lines, uint64_t mask,
                           const struct shm_entry *home, const struct shm_key *key, uint32_t epoch)
 {
@@ -116,8 +118,8 @@ static bool usable(const struct shm_index *index, uint32_t epoch)
            atomic_load_explicit(&index->epoch, memory_order_acquire) == epoch;
 }
 
-/* STRIDE keys whose homes are in the window, of which they make room for the next ones. Returns how many
- * of them are found. */
+/* STRIDE keys whose homes are in the window, of which they make room for the next ones. Returns how
+ * many of them are found. */
 inlined size_t count_stride(const struct shm_table *t, const struct shm_entry **home,
                             const struct shm_key *keys, uint32_t epoch)
 {
@@ -187,13 +189,15 @@ static inline void count_up(struct shm_pin *pin)
 #endif
 }
 
-/* R5. Release order: the reads of the slot's bytes are over. Pairs with the acquire loads at A0 and A3. */
+/* R5. Release order: the reads of the slot's bytes are over. Pairs with the acquire loads at A0 and
+ * A3. */
 static inline void count_down(struct shm_pin *pin)
 {
     atomic_fetch_sub_explicit(&pin->count, 1, memory_order_release);
 }
 
-/* The use reaches the eviction policy by the stamp, which is read when the slot comes up for eviction. */
+/* The use reaches the eviction policy by the stamp, which is read when the slot comes up for
+ * eviction. */
 static inline void stamp(struct shm_pin *pin, uint32_t tick)
 {
     if (__builtin_expect(shm_load32(&pin->stamp) != tick, 0))

@@ -122,6 +122,7 @@ int daemon_start(const struct bench *b, enum daemon_memory memory, const char *p
         r = d.pid < 0 ? -errno : wait_ready(&d);
     }
     if (r < 0) {
+        fprintf(stderr, "kvd-bench: %s does not serve:\n", b->daemon);
         show_log(&d);
         daemon_stop(&d);
     } else {

@@ -217,7 +217,8 @@ static void print_json(const struct figure *f, const struct result *x, const str
         add_number(o, "limit", f->limit);
         add_text(o, "verdict", row->verdict);
     }
-    puts(json_object_to_json_string_ext(o, JSON_C_TO_STRING_PLAIN));
+    puts(
+        json_object_to_json_string_ext(o, JSON_C_TO_STRING_PLAIN | JSON_C_TO_STRING_NOSLASHESCAPE));
     fflush(stdout);
     json_object_put(o);
 }

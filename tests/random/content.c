@@ -93,8 +93,7 @@ uint64_t content_checksum(const struct content *c, void *room)
 
 static void fill_user(const struct content *c, struct user *u)
 {
-    *u = (struct user){
-        .nonce = c->nonce, .place = c->place, .key = c->key, .epoch = c->epoch};
+    *u = (struct user){.nonce = c->nonce, .place = c->place, .key = c->key, .epoch = c->epoch};
     for (size_t i = 0; i < sizeof(u->rest); i++)
         u->rest[i] = (uint8_t)rng_mix(c->nonce + i);
 }

@@ -7,7 +7,7 @@
 #include "client/kvd.h"
 
 enum {
-    CONTENT_CHAIN = 12,  /* keys of a chain, each the parent of the next */
+    CONTENT_CHAIN = 12, /* keys of a chain, each the parent of the next */
     CONTENT_CHAINS = 24,
     CONTENT_KEYS = CONTENT_CHAIN * CONTENT_CHAINS,
 };

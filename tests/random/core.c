@@ -47,7 +47,8 @@ static uint64_t word_of(uint64_t ticket, int pool, uint32_t part, uint64_t i)
 }
 
 /* Whole words up to `bytes`; the rest of the slot stays what it was. */
-void run_write(struct run *r, int pool, uint32_t slot, uint64_t ticket, uint32_t part, uint64_t bytes)
+void run_write(struct run *r, int pool, uint32_t slot, uint64_t ticket, uint32_t part,
+               uint64_t bytes)
 {
     uint64_t *w = words_of(r, pool, slot, part);
 
@@ -82,10 +83,10 @@ static void verify_meta(struct run *r, int pool, uint32_t slot)
     bool parent_fits;
 
     run_fill_commit(&c, user, &w);
-    parent_fits = s->parent_key == MODEL_NONE
-                      ? !m->has_parent
-                      : m->has_parent && memcmp(&m->parent, &r->keys[s->parent_key],
-                                                sizeof(m->parent)) == 0;
+    parent_fits =
+        s->parent_key == MODEL_NONE
+            ? !m->has_parent
+            : m->has_parent && memcmp(&m->parent, &r->keys[s->parent_key], sizeof(m->parent)) == 0;
     expect(memcmp(&m->key, &r->keys[s->key], sizeof(m->key)) == 0 && m->epoch == s->epoch &&
                m->tenant == s->tenant && parent_fits,
            "I1: pool %d: slot %u: metadata of another reservation", pool, slot);
@@ -185,12 +186,13 @@ static void check_counts(struct run *r, int pool)
     uint32_t free = model_count(m, pool, M_FREE), quarantined = model_count(m, pool, M_QUARANTINED);
     uint32_t live = model_count(m, pool, M_LIVE), reserved = model_count(m, pool, M_RESERVED);
 
-    expect(n[SHM_SLOT_LIVE] == live && n[SHM_SLOT_RESERVED] == reserved &&
-               n[SHM_SLOT_FREE] + n[SHM_SLOT_QUARANTINED] == free + quarantined &&
-               n[SHM_SLOT_QUARANTINED] >= quarantined && !n[SHM_SLOT_IN_FLIGHT],
-           "I4: pool %d: %u free, %u reserved, %u live, %u quarantined; it should be %u, %u, %u, %u",
-           pool, n[SHM_SLOT_FREE], n[SHM_SLOT_RESERVED], n[SHM_SLOT_LIVE],
-           n[SHM_SLOT_QUARANTINED], free, reserved, live, quarantined);
+    expect(
+        n[SHM_SLOT_LIVE] == live && n[SHM_SLOT_RESERVED] == reserved &&
+            n[SHM_SLOT_FREE] + n[SHM_SLOT_QUARANTINED] == free + quarantined &&
+            n[SHM_SLOT_QUARANTINED] >= quarantined && !n[SHM_SLOT_IN_FLIGHT],
+        "I4: pool %d: %u free, %u reserved, %u live, %u quarantined; it should be %u, %u, %u, %u",
+        pool, n[SHM_SLOT_FREE], n[SHM_SLOT_RESERVED], n[SHM_SLOT_LIVE], n[SHM_SLOT_QUARANTINED],
+        free, reserved, live, quarantined);
 }
 
 /* With M_RESET, the core has worked in the background: it purges older epochs and then looks after free
@@ -232,9 +234,9 @@ static void check_key(struct run *r, int pool, int key)
     const struct m_pool *p = &r->model.pool[pool];
     uint32_t epoch = r->model.space[p->space].epoch;
     int slot = p->where[key];
-    uint8_t want = slot == MODEL_NONE                     ? SHM_FOUND_MISS
+    uint8_t want = slot == MODEL_NONE                  ? SHM_FOUND_MISS
                    : p->slot[slot].state == M_RESERVED ? SHM_FOUND_PENDING
-                                                          : SHM_FOUND_RAM;
+                                                       : SHM_FOUND_RAM;
     uint8_t state;
 
     shm_lookup(run_pool(r, pool)->index, &r->keys[key], 1, epoch, &state);

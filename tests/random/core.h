@@ -41,7 +41,8 @@ struct posted {
 struct process {
     struct session *session; /* NULL: buried */
     bool alive;
-    bool doomed; /* has broken its shared memory: no more requests, but what it has pinned elsewhere stays */
+    bool
+        doomed; /* has broken its shared memory: no more requests, but what it has pinned elsewhere stays */
     pid_t pid;
     uint8_t cookie[16];
     char token[4];
@@ -108,7 +109,8 @@ uint32_t run_tick(const struct run *r, int pool);
 struct pool *run_pool(const struct run *r, int pool);
 
 /* The bytes and the metadata of an object are those of its commit. */
-void run_write(struct run *r, int pool, uint32_t slot, uint64_t ticket, uint32_t part, uint64_t bytes);
+void run_write(struct run *r, int pool, uint32_t slot, uint64_t ticket, uint32_t part,
+               uint64_t bytes);
 void run_verify(struct run *r, int pool, uint32_t slot);
 void run_fill_commit(const struct m_commit *c, uint8_t user[SHM_USER_BYTES], struct commit *ret);
 

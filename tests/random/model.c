@@ -328,7 +328,8 @@ static void grant(struct model *m, const struct m_reserve *q, uint32_t slot, uin
            slot, slot < p->slots ? (int)s->state : -1);
     expect((ticket & ((1u << TICKET_SLOT_BITS) - 1)) == slot &&
                ticket >> TICKET_SLOT_BITS > m->last_operation,
-           "pool %d: ticket %llx for slot %u is not new", q->pool, (unsigned long long)ticket, slot);
+           "pool %d: ticket %llx for slot %u is not new", q->pool, (unsigned long long)ticket,
+           slot);
     m->last_operation = ticket >> TICKET_SLOT_BITS;
     p->where[q->key] = (int)slot;
     *s = (struct m_slot){
@@ -360,8 +361,7 @@ void model_reserved(struct model *m, const struct m_reserve *q, int expected, in
     if (status == -ENOSPC && expected == 1) {
         expect(!p->free_before && !idle && !gone,
                "pool %d: no slot for key %d, but %u were free%s%s", q->pool, q->key, p->free_before,
-               idle ? ", somebody unheld could have left" : "",
-               gone ? ", somebody has left" : "");
+               idle ? ", somebody unheld could have left" : "", gone ? ", somebody has left" : "");
         return;
     }
     expect(status == expected, "pool %d: reserve of key %d: %d, not %d", q->pool, q->key, status,

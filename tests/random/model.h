@@ -110,7 +110,8 @@ struct m_session {
     bool writer;
     uint64_t linger_until_ms;
     bool attached[MODEL_POOLS];
-    bool lost[MODEL_POOLS]; /* it has truncated its pin segment: those pins are gone, and no wonder */
+    bool lost
+        [MODEL_POOLS]; /* it has truncated its pin segment: those pins are gone, and no wonder */
     bool over_quota[MODEL_SPACES];
     struct m_counters counters[MODEL_POOLS][M_SOURCES];
 };
@@ -122,8 +123,8 @@ struct model {
     uint32_t held[MODEL_POOLS][MODEL_SLOTS]; /* counters that are not 0, of sessions that count */
     int engines;                             /* given out so far */
     uint64_t now_ms, quarantine_ms, linger_ms;
-    uint64_t last_operation; /* of a ticket */
-    bool disturbed;          /* counters have changed during the operation under way */
+    uint64_t last_operation;          /* of a ticket */
+    bool disturbed;                   /* counters have changed during the operation under way */
     uint64_t orphans, orphans_forced; /* of evictions: children that lost their parent (I2) */
 };
 

@@ -103,8 +103,8 @@ void run_prepare_commit(struct run *r, const struct m_commit *c)
     const struct m_pool *p = &r->model.pool[c->pool];
     uint64_t slot = c->ticket & ((1u << SHM_SLOT_BITS) - 1);
 
-    if (slot < p->slots && p->slot[slot].ticket == c->ticket &&
-        p->slot[slot].state == M_RESERVED && c->part < p->parts && c->bytes <= p->part_bytes)
+    if (slot < p->slots && p->slot[slot].ticket == c->ticket && p->slot[slot].state == M_RESERVED &&
+        c->part < p->parts && c->bytes <= p->part_bytes)
         run_write(r, c->pool, (uint32_t)slot, c->ticket, c->part, c->bytes);
 }
 
@@ -193,8 +193,8 @@ static void commit_all(struct run *r, int process, int pool, uint64_t ticket)
     const struct m_pool *p = &r->model.pool[pool];
     struct m_commit c = {.session = process, .pool = pool, .ticket = ticket};
 
-    c.bytes = rng_once_in(&r->rng, 3) ? rng_between(&r->rng, 1, (uint32_t)p->part_bytes)
-                                      : p->part_bytes;
+    c.bytes =
+        rng_once_in(&r->rng, 3) ? rng_between(&r->rng, 1, (uint32_t)p->part_bytes) : p->part_bytes;
     c.meta = rng_next(&r->rng);
     for (uint32_t i = 0, first = rng_below(&r->rng, p->parts); i < p->parts; i++) {
         c.part = (first + i) % p->parts;

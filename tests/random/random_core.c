@@ -51,7 +51,8 @@ static void report(const struct run *r)
 
     for (uint64_t i = first; i <= r->op; i++)
         printf("  %8llu %s\n", (unsigned long long)i, r->log[i % RUN_LOG]);
-    printf("random-core: seed %llu failed at operation %llu; again: random-core --seed %llu --ops %llu\n"
+    printf("random-core: seed %llu failed at operation %llu; again: random-core --seed %llu --ops "
+           "%llu\n"
            "%u passed, 1 failed\n",
            (unsigned long long)r->seed, (unsigned long long)r->op, (unsigned long long)r->seed,
            (unsigned long long)r->ops, passed);
@@ -256,14 +257,14 @@ struct operation {
 };
 
 static const struct operation operations[] = {
-    {op_publish, 56},   {op_reserve, 30},    {op_commit, 50},     {op_abort, 8},
-    {op_late_write, 4}, {op_evict, 8},       {op_remove_keys, 8}, {op_remove_many, 3},
-    {op_reset, 3},      {op_work, 20},       {op_tick, 12},       {op_wait, 16},
-    {op_deadline, 4},   {op_pin, 50},        {op_unpin, 20},      {op_half_pin, 8},
-    {op_socket_pin, 8}, {op_lookup, 10},     {op_observe, 10},    {op_play_dirty, 3},
-    {op_attach, 24},    {op_new_session, 8}, {op_hang_up, 3},     {op_resume, 8},
-    {op_end_session, 3}, {op_truncate, 1},   {op_post, 30},       {op_serve, 30},
-    {op_collect, 20},   {op_break_ring, 1},
+    {op_publish, 56},    {op_reserve, 30},    {op_commit, 50},     {op_abort, 8},
+    {op_late_write, 4},  {op_evict, 8},       {op_remove_keys, 8}, {op_remove_many, 3},
+    {op_reset, 3},       {op_work, 20},       {op_tick, 12},       {op_wait, 16},
+    {op_deadline, 4},    {op_pin, 50},        {op_unpin, 20},      {op_half_pin, 8},
+    {op_socket_pin, 8},  {op_lookup, 10},     {op_observe, 10},    {op_play_dirty, 3},
+    {op_attach, 24},     {op_new_session, 8}, {op_hang_up, 3},     {op_resume, 8},
+    {op_end_session, 3}, {op_truncate, 1},    {op_post, 30},       {op_serve, 30},
+    {op_collect, 20},    {op_break_ring, 1},
 };
 
 static void step(struct run *r)
@@ -379,7 +380,8 @@ int main(int argc, char **argv)
     do {
         fflush(stdout);
         run_seed(&the_run, seed++, ops);
-        printf("seed %llu: %llu slots granted, %llu refused, %llu pins, %llu of them and releases in the "
+        printf("seed %llu: %llu slots granted, %llu refused, %llu pins, %llu of them and releases "
+               "in the "
                "middle of something; %llu heads evicted before %llu tails, all forced\n",
                (unsigned long long)the_run.seed, (unsigned long long)the_run.granted,
                (unsigned long long)the_run.refused, (unsigned long long)the_run.pinned,

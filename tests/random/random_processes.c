@@ -28,13 +28,13 @@
 #include "worker.h"
 
 enum {
-    STOP_MS = 800,     /* at most: much less than the quarantine */
-    SETTLE_S = 120,    /* until the daemon must have put everything in order; it takes a few */
+    STOP_MS = 800,  /* at most: much less than the quarantine */
+    SETTLE_S = 120, /* until the daemon must have put everything in order; it takes a few */
 };
 
 struct child {
-    pid_t pid; /* 0: none */
-    bool expected; /* to die: we have killed it */
+    pid_t pid;          /* 0: none */
+    bool expected;      /* to die: we have killed it */
     uint64_t wakes_us;  /* stopped until then; 0: it is not */
     uint64_t starts_us; /* dead until then */
 };
@@ -380,8 +380,7 @@ static void make_board(struct run *r)
 {
     r->board_fd = memfd_create("board", MFD_CLOEXEC);
     expect(r->board_fd >= 0 && ftruncate(r->board_fd, sizeof(*r->board)) == 0, "no memory");
-    r->board =
-        mmap(NULL, sizeof(*r->board), PROT_READ | PROT_WRITE, MAP_SHARED, r->board_fd, 0);
+    r->board = mmap(NULL, sizeof(*r->board), PROT_READ | PROT_WRITE, MAP_SHARED, r->board_fd, 0);
     expect(r->board != MAP_FAILED, "no memory");
     for (uint32_t i = 0; i <= r->workers / KINDS; i++)
         expect(socketpair(AF_UNIX, SOCK_DGRAM | SOCK_CLOEXEC, 0, r->engine[i]) == 0, "no sockets");

@@ -132,9 +132,10 @@ static void check_work_done(struct run *r, int pool, bool was_low)
                    s->epoch == r->model.space[p->space].epoch,
                "pool %d: slot %u of epoch %u was not purged", pool, i, s->epoch);
     }
-    expect(!was_low || free >= p->high_water || !idle,
-           "pool %d: %u slots are free, fewer than high_water (%u), and somebody unheld could leave",
-           pool, free, p->high_water);
+    expect(
+        !was_low || free >= p->high_water || !idle,
+        "pool %d: %u slots are free, fewer than high_water (%u), and somebody unheld could leave",
+        pool, free, p->high_water);
     expect(run_pool(r, pool)->count[SHM_SLOT_FREE] == free,
            "pool %d: %u slots are free, not %u: their quarantine is over", pool,
            run_pool(r, pool)->count[SHM_SLOT_FREE], free);
@@ -159,7 +160,10 @@ static bool work(struct run *r, bool was_low[MODEL_POOLS])
         uint32_t free = model_count(&r->model, i, M_FREE);
 
         expect(!evicted || ((was_low[i] || free - gone < p->low_water) && free <= p->high_water),
-               "pool %d: %u slots were evicted in the background, %u are free", i, evicted, free);
+               "pool %d: %u slots were evicted and %u reset in the background, %u are free, "
+               "between %u "
+               "and %u wanted",
+               i, evicted, gone - evicted, free, p->low_water, p->high_water);
         was_low[i] |= evicted || free < p->low_water;
     }
     return more;

@@ -92,8 +92,7 @@ void op_post(struct run *r)
         fill_random(r, process, q);
         if (q->op == SHM_COMMIT && q->pool != MODEL_NONE)
             run_prepare_commit(r, &q->commit);
-        write_request(r, q,
-                      &p->session->shm->request[shm_ring_at(&p->requests, p->requests.mine)]);
+        write_request(r, q, &p->session->shm->request[shm_ring_at(&p->requests, p->requests.mine)]);
         shm_ring_produce(&p->requests, 1);
         p->n_posted++;
         n++;

@@ -313,8 +313,9 @@ static void open_space(struct worker *w, int i, const char *name)
 
 static void open_places(struct worker *w)
 {
-    static const struct place places[WORKER_POOLS] = {
-        {.space = "a", .pool = "kv"}, {.space = "a", .pool = "state"}, {.space = "b", .pool = "kv"}};
+    static const struct place places[WORKER_POOLS] = {{.space = "a", .pool = "kv"},
+                                                      {.space = "a", .pool = "state"},
+                                                      {.space = "b", .pool = "kv"}};
 
     open_space(w, 0, "a");
     open_space(w, 1, "b");

@@ -32,7 +32,7 @@ enum kind {
 
 enum {
     WORKER_POOLS = 3,
-    WORKER_PARTS = 2,   /* at most */
+    WORKER_PARTS = 2,    /* at most */
     WORKER_PART = 65536, /* bytes of one, at most */
     WORKER_HOLDS = 8,
 };
@@ -84,7 +84,7 @@ struct content worker_content(struct worker *w, const struct place *p, uint32_t 
 struct place *worker_place(struct worker *w);
 uint32_t worker_chain(struct worker *w); /* its first key; some are more popular */
 
-void worker_step(struct worker *w); /* worker.c: reading, and publishing with waiting */
+void worker_step(struct worker *w);    /* worker.c: reading, and publishing with waiting */
 void scheduler_step(struct worker *w); /* worker_engine.c */
 void rank_step(struct worker *w);
 void async_step(struct worker *w);  /* worker_async.c */

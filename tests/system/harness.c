@@ -31,10 +31,11 @@ static char folders[16][64];
 static char mounts[4][64];
 static long hugepages_taken;
 
-const char *const usual_pools = "[space one]\n[space two]\n"
-                                "[pool one/kv]\nslot = 64K\nslots = 64\nlow_water = 0\n"
-                                "[pool one/parts]\nslot = 32K\nparts = 2\nslots = 16\nlow_water = 0\n"
-                                "[pool two/kv]\nslot = 64K\nslots = 64\nlow_water = 0\n";
+const char *const usual_pools =
+    "[space one]\n[space two]\n"
+    "[pool one/kv]\nslot = 64K\nslots = 64\nlow_water = 0\n"
+    "[pool one/parts]\nslot = 32K\nparts = 2\nslots = 16\nlow_water = 0\n"
+    "[pool two/kv]\nslot = 64K\nslots = 64\nlow_water = 0\n";
 
 uint64_t clock_us(void)
 {

@@ -39,9 +39,9 @@ static inline uint64_t clock_ms(void)
 /* ---- daemons */
 
 struct daemon {
-    pid_t pid;             /* what to wait for; 0: not running */
-    char dir[64];          /* everything of this daemon */
-    char runtime[96];      /* DIR/run */
+    pid_t pid;        /* what to wait for; 0: not running */
+    char dir[64];     /* everything of this daemon */
+    char runtime[96]; /* DIR/run */
     char config[96], log[96];
     char writer[96], reader[96], admin[96]; /* its sockets */
     char notify[96];
@@ -49,9 +49,9 @@ struct daemon {
     struct control *control; /* ours to the admin socket; NULL until asked for */
 
     /* before daemon_start() */
-    bool own_pid_namespace;  /* of which we are not a member */
-    unsigned max_fds;        /* RLIMIT_NOFILE; 0: as it is */
-    uint64_t watchdog_us;    /* WATCHDOG_USEC; 0: none */
+    bool own_pid_namespace; /* of which we are not a member */
+    unsigned max_fds;       /* RLIMIT_NOFILE; 0: as it is */
+    uint64_t watchdog_us;   /* WATCHDOG_USEC; 0: none */
 };
 
 /* Spaces `one` and `two`, pools one/kv (64 slots of 64K), one/parts (16 slots of two parts of 16K each)

@@ -67,8 +67,10 @@ static int call(Kvd__Proto__Request *request, struct control_reply *ret_reply)
 
 static void do_connect(char **arg)
 {
-    struct control_options o = {
-        .socket = arg[0], .client = "hostile", .shm = true, .ring_entries = (uint32_t)(arg[1] ? strtoul(arg[1], NULL, 0) : 64)};
+    struct control_options o = {.socket = arg[0],
+                                .client = "hostile",
+                                .shm = true,
+                                .ring_entries = (uint32_t)(arg[1] ? strtoul(arg[1], NULL, 0) : 64)};
     struct control_reply reply = {0};
     int r = control_new(&o, &control);
 
@@ -338,11 +340,8 @@ struct scribbling {
 };
 
 static const struct scribbling ways[] = {
-    {"all", scribble_all},
-    {"pins", scribble_pins},
-    {"requests", scribble_requests},
-    {"flood", scribble_flood},
-    {"pings", scribble_pings},
+    {"all", scribble_all},     {"pins", scribble_pins},   {"requests", scribble_requests},
+    {"flood", scribble_flood}, {"pings", scribble_pings},
 };
 
 static void *scribble(void *arg)
@@ -388,10 +387,10 @@ static const struct {
     const char *name;
     void (*run)(char **arg);
 } commands[] = {
-    {"connect", do_connect},   {"open", do_open},         {"chunk", do_chunk},
-    {"ping", do_ping},         {"release", do_release},   {"request", do_request},
-    {"truncate", do_truncate}, {"punch", do_punch},       {"scribble", do_scribble},
-    {"how-much", do_how_much}, {"stop", do_stop},         {"count", do_count},
+    {"connect", do_connect},   {"open", do_open},       {"chunk", do_chunk},
+    {"ping", do_ping},         {"release", do_release}, {"request", do_request},
+    {"truncate", do_truncate}, {"punch", do_punch},     {"scribble", do_scribble},
+    {"how-much", do_how_much}, {"stop", do_stop},       {"count", do_count},
     {"tail", do_tail},
 };
 

@@ -75,7 +75,8 @@ static void scribbled(const char *how, uint64_t broken)
     gather(NULL, usual_pools);
     scribble(how);
     cr_assert_eq(daemon_stat(&d, "kvd_sessions_broken_total", NULL), broken);
-    cr_log_info("%llu requests", (unsigned long long)daemon_stat(&d, "kvd_ring_requests_total", NULL));
+    cr_log_info("%llu requests",
+                (unsigned long long)daemon_stat(&d, "kvd_ring_requests_total", NULL));
     part();
     daemon_is_clean(&d, pools);
     daemon_stop(&d);
@@ -167,8 +168,9 @@ static void expect_offline(void)
 
     daemon_status(&d, state, problems, sizeof(state));
     cr_assert_str_eq(state, "degraded");
-    cr_assert_not_null(strstr(problems, "space one is offline: a writer has truncated the memory of "
-                                        "its pool; fix: restart kvd"),
+    cr_assert_not_null(strstr(problems,
+                              "space one is offline: a writer has truncated the memory of "
+                              "its pool; fix: restart kvd"),
                        "%s", problems);
     cr_assert(daemon_logged(&d, "a writer has truncated"));
 }

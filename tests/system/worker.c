@@ -556,11 +556,11 @@ static void do_remote_reserve(char **arg)
         say_error(r, "%s", control_error(kvd->control));
         return;
     }
-    held[n_held] = (struct held){
-        .id = number(arg[0]),
-        .at = {.status = reply.response->reserve->reservations[0]->status,
-               .slot = (uint32_t)reply.response->reserve->reservations[0]->slot,
-               .ticket = reply.response->reserve->reservations[0]->ticket}};
+    held[n_held] =
+        (struct held){.id = number(arg[0]),
+                      .at = {.status = reply.response->reserve->reservations[0]->status,
+                             .slot = (uint32_t)reply.response->reserve->reservations[0]->slot,
+                             .ticket = reply.response->reserve->reservations[0]->ticket}};
     say_ok("%d", held[n_held].at.status);
     n_held += held[n_held].at.status == KVD_NEW;
     control_reply_free(&reply);
@@ -827,7 +827,8 @@ int main(void)
     while (fgets(line, sizeof(line), stdin)) {
         if (strncmp(line, "quit", 4) == 0)
             return 0;
-        if (strncmp(line, "leave-main", 10) == 0 && pthread_create(&t, NULL, listen_on, NULL) == 0) {
+        if (strncmp(line, "leave-main", 10) == 0 &&
+            pthread_create(&t, NULL, listen_on, NULL) == 0) {
             say_ok("left");
             pthread_exit(NULL);
         }
