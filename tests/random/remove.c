@@ -164,7 +164,8 @@ static bool work(struct run *r, bool was_low[MODEL_POOLS])
                "between %u "
                "and %u wanted",
                i, evicted, gone - evicted, free, p->low_water, p->high_water);
-        was_low[i] |= evicted || free < p->low_water;
+        /* What eviction took of an older epoch counts as reset here. */
+        was_low[i] |= evicted || free < p->low_water || free - gone < p->low_water;
     }
     return more;
 }

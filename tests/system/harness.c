@@ -822,6 +822,19 @@ void bystander_stop(struct worker *w)
     worker_quit(w);
 }
 
+void processor(pid_t pid, unsigned n)
+{
+    cpu_set_t ours, one;
+
+    cr_assert_eq(sched_getaffinity(0, sizeof(ours), &ours), 0);
+    CPU_ZERO(&one);
+    for (int i = 0; i < CPU_SETSIZE; i++)
+        if (CPU_ISSET(i, &ours) && n-- == 0)
+            CPU_SET(i, &one);
+    if (CPU_COUNT(&one))
+        cr_assert_eq(sched_setaffinity(pid, sizeof(one), &one), 0);
+}
+
 /* ---- hugepages */
 
 static long read_number(const char *path)

@@ -180,6 +180,9 @@ void bystander_start(struct worker *w, struct daemon *d);
 void bystander_check(struct worker *w);
 void bystander_stop(struct worker *w);
 
+/* Puts a process on the n-th processor that we may use, if there are so many. */
+void processor(pid_t pid, unsigned n);
+
 /* ---- hugepages; these change the machine, so they are few and put back */
 
 /* Makes sure that n more are free; false: they cannot be had. */

@@ -114,6 +114,32 @@ Test(pool, full_of_pinned_tails)
     finish();
 }
 
+/* A tail goes while its head is held, in one go, and in the order in which their slots lie. */
+Test(pool, a_pinned_head_outlives_its_tail)
+{
+    daemon_up(&d, NULL, usual_pools);
+    worker_join(&a, d.writer, "one", "kv", "");
+    worker_join(&b, d.reader, "one", "kv", "read");
+    worker_do(&a, "publish 0 1");
+    worker_do(&a, "publish 1 1");
+    cr_assert_eq(daemon_evict(&d, "one/kv", 0, 1), 1);
+    cr_assert_eq(worker_n(&a, "publish 2 1 parent=1"), 1);
+    cr_assert_eq(worker_n(&a, "pin 2 1"), 1);
+    cr_assert_eq(worker_n(&a, "slot 0"), 0, "the tail lies before its head");
+    worker_do(&a, "release 0");
+    cr_assert_eq(worker_n(&b, "pin 1 1"), 1);
+    cr_assert_eq(daemon_flush(&d, "one/kv"), 1);
+    cr_assert_eq(worker_n(&b, "check"), 1);
+    worker_do(&a, "publish 100 64");
+    cr_assert_eq(worker_n(&b, "check"), 1);
+    cr_assert_eq(worker_n(&a, "reset"), 2);
+    cr_assert_eq(worker_n(&b, "check"), 1);
+    worker_quit(&b);
+    cr_assert_eq(worker_n(&a, "publish 100 64"), 64);
+    worker_quit(&a);
+    finish();
+}
+
 /* ---- raced for */
 
 #define RACE_POOLS                                                                                 \
@@ -271,6 +297,7 @@ Test(pool, commits_of_an_older_epoch)
     cr_assert_eq(worker_n(&b, "reserve 100 4"), 4);
     worker_do(&b, "fill");
     cr_assert_eq(worker_n(&a, "reset"), 2);
+    cr_assert_eq(daemon_counts(&d, "one/kv").reserved, 0);
 
     /* Nothing of before is hit or can be committed; what is pinned stays readable. */
     worker_do(&b, "commit");

@@ -204,14 +204,20 @@ static void say_statuses(long long n, const struct held *h, size_t count)
     fflush(stdout);
 }
 
-/* Reserves objects; those granted are held[n_held ..]. */
-static ssize_t reserve(uint64_t first, size_t n, bool chain, struct held *ret)
+/* Arguments of reserve() and publish(): "chain", "parent=OBJECT". */
+static char *alone[] = {NULL}, *chained[] = {(char *)"chain", NULL};
+
+/* Reserves objects; one answer for each in `ret`. */
+static ssize_t reserve(uint64_t first, size_t n, char **arg, struct held *ret)
 {
     static struct kvd_key keys[ITEMS_MAX];
     static struct kvd_reservation got[ITEMS_MAX];
-    struct kvd_reserve q = {.keys = keys, .n = n, .chain = chain};
+    struct kvd_reserve q = {.keys = keys, .n = n, .chain = has(arg, "chain")};
+    const char *up = value(arg, "parent");
+    struct kvd_key parent = object_key(number(up));
     ssize_t granted;
 
+    q.parent = up ? &parent : NULL;
     for (size_t i = 0; i < n; i++)
         keys[i] = object_key(first + i);
     granted = kvd_reserve(pool, &q, got);
@@ -236,7 +242,7 @@ static void do_reserve(char **arg)
 {
     static struct held h[ITEMS_MAX];
     size_t n = number(arg[1]);
-    ssize_t granted = reserve(number(arg[0]), n, has(arg, "chain"), h);
+    ssize_t granted = reserve(number(arg[0]), n, arg + 2, h);
 
     if (granted < 0) {
         say(granted);
@@ -359,12 +365,12 @@ static void do_abort(char **arg)
 }
 
 /* Reserve, fill, commit. Returns how many became visible by our doing. */
-static ssize_t publish(uint64_t first, size_t n, bool chain, struct held *h)
+static ssize_t publish(uint64_t first, size_t n, char **arg, struct held *h)
 {
     static struct kvd_commit c[2 * ITEMS_MAX];
     static struct held mine[ITEMS_MAX];
     size_t k = 0;
-    ssize_t r = reserve(first, n, chain, h);
+    ssize_t r = reserve(first, n, arg, h);
 
     for (size_t i = 0; r >= 0 && i < n; i++)
         if (h[i].at.status == KVD_NEW) {
@@ -382,7 +388,7 @@ static void do_publish(char **arg)
 {
     static struct held h[ITEMS_MAX];
     size_t n = number(arg[1]);
-    ssize_t r = publish(number(arg[0]), n, has(arg, "chain"), h);
+    ssize_t r = publish(number(arg[0]), n, arg + 2, h);
 
     if (r < 0)
         say(r);
@@ -630,7 +636,7 @@ static const char *stand_by_round(uint64_t first)
 {
     static struct held h[8];
     const char *w;
-    ssize_t r = publish(first, 8, true, h);
+    ssize_t r = publish(first, 8, chained, h);
 
     if (r != 8)
         return r < 0 ? kvd_last_error(kvd) : "not all could be published";
@@ -678,11 +684,11 @@ static void do_churn(char **arg)
 
         switch (x >> 40 & 3) {
         case 0:
-            publish(first, n, x >> 50 & 1, h);
+            publish(first, n, x >> 50 & 1 ? chained : alone, h);
             break;
         case 1:
             if (n_held + n < 64)
-                reserve(first, n, false, &held[n_held]);
+                reserve(first, n, alone, &held[n_held]);
             break;
         case 2:
             pin(first, n, false);
@@ -706,7 +712,7 @@ static void do_race(char **arg)
     long long ours = 0;
 
     for (; first < end; first += 8) {
-        ssize_t r = publish(first, 8, false, h);
+        ssize_t r = publish(first, 8, alone, h);
 
         for (size_t i = 0; r >= 0 && i < 8; i++)
             if (h[i].at.status < KVD_NEW)
