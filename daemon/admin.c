@@ -120,8 +120,7 @@ static int send_status(struct call *c, struct status_room *m)
         pool_status(core->pools[i], &m->pool[reply.n_pools], &m->info[reply.n_pools]);
         reply.n_pools++;
     }
-    for (size_t i = 0; c->session->role == ROLE_ADMIN && i < s->n_sockets && i < 64;
-         i++, reply.n_sockets++) {
+    for (size_t i = 0; i < s->n_sockets && i < 64; i++, reply.n_sockets++) {
         m->sockets[i] = &m->socket[i];
         kvd__proto__socket_status__init(&m->socket[i]);
         m->socket[i].path = (char *)s->sockets[i].path;

@@ -138,7 +138,7 @@ static void truncated(const char *segment, long long bytes, bool post, const cha
 }
 
 #define NO_SESSION "its session segment was truncated"
-#define NO_PINS    "its pin segment was truncated"
+#define NO_PINS    "its pin segment cannot be read: truncated, or a hole that no page is left for"
 
 Test(memory, of_a_session_is_truncated)
 {
