@@ -28,6 +28,10 @@
 /* Until then only so many candidates are looked at: enough to notice a release before long. */
 #define SEARCH_SOME 256u
 
+/* The most that one search looks at: a pinned candidate costs microseconds. Those that were looked
+ * at are the youngest afterwards, so the next search goes on behind them. */
+#define SEARCH_MOST 16384u
+
 struct batch {
     uint32_t n;
     uint32_t slot[BATCH];
@@ -329,12 +333,12 @@ static uint32_t evict_queued(struct pool *p, uint32_t want, uint32_t most, enum 
  * unpinned head must go rather than refuse a commit. */
 static uint32_t evict_inner(struct pool *p, uint32_t want, enum history_event why)
 {
-    uint32_t freed = 0, looked = 0;
+    uint32_t freed = 0, looked = 0, most = p->slots < SEARCH_MOST ? p->slots : SEARCH_MOST;
 
-    while (looked < p->slots && freed < want) {
+    while (looked < most && freed < want) {
         struct batch b = {.n = 0};
 
-        for (; looked < p->slots && b.n < BATCH && b.n < want - freed; looked++) {
+        for (; looked < most && b.n < BATCH && b.n < want - freed; looked++) {
             uint32_t s = p->inner_cursor;
 
             p->inner_cursor = s + 1 == p->slots ? 0 : s + 1;
@@ -354,6 +358,8 @@ uint32_t pool_evict(struct pool *p, uint32_t want, enum history_event why)
     uint32_t freed, all = p->ops->count(p->policy);
     uint64_t start = core_now_ns(p->core), took;
 
+    if (all > SEARCH_MOST)
+        all = SEARCH_MOST;
     if (start < p->exhausted_until_ns)
         return evict_queued(p, want, all < SEARCH_SOME ? all : SEARCH_SOME, why);
     freed = evict_queued(p, want, all, why);

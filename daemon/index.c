@@ -7,7 +7,7 @@ uint64_t index_lines_for(uint64_t slots)
 {
     uint64_t lines = 16;
 
-    while (lines < slots * 2)
+    while (lines < slots * 3)
         lines *= 2;
     return lines;
 }

@@ -9,7 +9,7 @@
 
 #define INDEX_NO_LINE UINT32_MAX
 
-/* Lines for a pool: a power of two, at most half full, so that most probes end at their first
+/* Lines for a pool: a power of two, at most a third full, so that most probes end at their first
  * line. */
 uint64_t index_lines_for(uint64_t slots);
 

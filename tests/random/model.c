@@ -73,6 +73,7 @@ static void empty(struct model *m, struct m_pool *p, struct m_slot *s, bool quar
     if (is_current(m, p, s))
         p->where[s->key] = MODEL_NONE;
     s->state = quarantine ? M_QUARANTINED : M_FREE;
+    s->from_quarantine = quarantine;
     s->until_ms = m->now_ms + m->quarantine_ms;
 }
 
@@ -318,6 +319,18 @@ int model_ask_reserve(struct model *m, const struct m_reserve *q, uint32_t tick)
     return 3;
 }
 
+/* What was quarantined is used again last: something late may still be on its way into it. */
+static void judge_choice(const struct model *m, int pool, uint32_t slot)
+{
+    const struct m_pool *p = &m->pool[pool];
+
+    for (uint32_t n = 0; n < p->slots && p->slot[slot].from_quarantine; n++)
+        expect(!is_free(m, &p->slot[n]) || p->slot[n].from_quarantine,
+               "pool %d: slot %u was granted, which was quarantined, and slot %u is free, which was "
+               "not",
+               pool, slot, n);
+}
+
 static void grant(struct model *m, const struct m_reserve *q, uint32_t slot, uint64_t ticket)
 {
     struct m_pool *p = &m->pool[q->pool];
@@ -330,6 +343,7 @@ static void grant(struct model *m, const struct m_reserve *q, uint32_t slot, uin
                ticket >> TICKET_SLOT_BITS > m->last_operation,
            "pool %d: ticket %llx for slot %u is not new", q->pool, (unsigned long long)ticket,
            slot);
+    judge_choice(m, q->pool, slot);
     m->last_operation = ticket >> TICKET_SLOT_BITS;
     p->where[q->key] = (int)slot;
     *s = (struct m_slot){

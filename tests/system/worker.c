@@ -609,7 +609,7 @@ static void do_stray_write(char **arg)
 {
     volatile char *at = (volatile char *)(uintptr_t)kvd_pinset_data(pinset, 0, 0);
 
-    (void)arg;
+    signal(SIGSEGV, SIG_DFL); /* a sanitizer would exit instead */
     at[number(arg[0])] = 1;
     say_ok("it could be written");
 }
@@ -619,6 +619,7 @@ static void do_stray_write_index(char **arg)
     struct shm_index *index = (struct shm_index *)(uintptr_t)pool->view->index;
 
     (void)arg;
+    signal(SIGSEGV, SIG_DFL);
     atomic_store(&index->epoch, 77);
     say_ok("it could be written");
 }
