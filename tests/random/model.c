@@ -325,10 +325,11 @@ static void judge_choice(const struct model *m, int pool, uint32_t slot)
     const struct m_pool *p = &m->pool[pool];
 
     for (uint32_t n = 0; n < p->slots && p->slot[slot].from_quarantine; n++)
-        expect(!is_free(m, &p->slot[n]) || p->slot[n].from_quarantine,
-               "pool %d: slot %u was granted, which was quarantined, and slot %u is free, which was "
-               "not",
-               pool, slot, n);
+        expect(
+            !is_free(m, &p->slot[n]) || p->slot[n].from_quarantine,
+            "pool %d: slot %u was granted, which was quarantined, and slot %u is free, which was "
+            "not",
+            pool, slot, n);
 }
 
 static void grant(struct model *m, const struct m_reserve *q, uint32_t slot, uint64_t ticket)

@@ -49,10 +49,10 @@ struct m_slot {
     int parent_key;     /* as said at reserve, MODEL_NONE: none */
     int parent;         /* slot of the parent if it was there then, */
     uint64_t parent_ticket;
-    uint64_t until_ms;     /* quarantined */
+    uint64_t until_ms;    /* quarantined */
     bool from_quarantine; /* how it became free */
-    uint32_t used;     /* tick of the last use that the core was told of */
-    uint32_t used_max; /* ... that it may have in mind */
+    uint32_t used;        /* tick of the last use that the core was told of */
+    uint32_t used_max;    /* ... that it may have in mind */
     bool held_since_reset;
 
     /* of the operation under way */
