@@ -100,7 +100,10 @@ static void fill_user(const struct content *c, struct user *u)
 
 void content_commit(const struct content *c, uint64_t checksum, void *user, struct kvd_commit *ret)
 {
-    fill_user(c, user);
+    struct user u;
+
+    fill_user(c, &u);
+    memcpy(user, &u, sizeof(u)); /* which may lie anywhere */
     ret->bytes = content_bytes(c);
     ret->position = c->key % CONTENT_CHAIN;
     ret->layout = rng_mix(c->place);
