@@ -164,8 +164,8 @@ uint64_t pool_count_pinned(struct pool *p)
     uint64_t start = core_now_ns(p->core), n = 0;
     struct marking x;
 
-    if (start < p->pinned_until_ns)
-        return p->pinned;
+    if (start < p->pinned_until_ns) /* live ones may have left since */
+        return p->pinned < p->count[SHM_SLOT_LIVE] ? p->pinned : p->count[SHM_SLOT_LIVE];
     x = (struct marking){.pool = p, .marks = calloc(p->slots / 8 + 1, 1)};
 
     for (uint32_t i = 0; x.marks && i < p->n_sources; i++) {

@@ -47,6 +47,7 @@ struct daemon {
     char notify[96];
     int notify_fd;
     struct control *control; /* ours to the admin socket; NULL until asked for */
+    uint32_t epoch;          /* of space one, for tests that reset it */
 
     /* before daemon_start() */
     bool own_pid_namespace; /* of which we are not a member */

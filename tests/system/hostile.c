@@ -367,6 +367,21 @@ static void do_scribble(char **arg)
     answer(r);
 }
 
+/* A child has the mappings, too, and outlives us. */
+static void do_fork(char **arg)
+{
+    uint64_t seed = (uint64_t)getpid();
+    pid_t pid = fork();
+
+    (void)arg;
+    if (pid == 0) {
+        alarm(120); /* nobody kills it, perhaps */
+        for (;;)
+            scribble_pins(&seed);
+    }
+    answer(pid < 0 ? -errno : pid);
+}
+
 static void do_how_much(char **arg)
 {
     (void)arg;
@@ -391,7 +406,7 @@ static const struct {
     {"ping", do_ping},         {"release", do_release}, {"request", do_request},
     {"truncate", do_truncate}, {"punch", do_punch},     {"scribble", do_scribble},
     {"how-much", do_how_much}, {"stop", do_stop},       {"count", do_count},
-    {"tail", do_tail},
+    {"tail", do_tail},         {"fork", do_fork},
 };
 
 void hostile_command(char **arg)

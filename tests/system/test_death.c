@@ -174,6 +174,26 @@ Test(death, at_any_instruction, .timeout = 120)
     finish();
 }
 
+/* Also while it attaches. */
+Test(death, while_attaching)
+{
+    uint64_t seed = clock_us();
+
+    cr_log_info("seed %llu", (unsigned long long)seed);
+    daemon_up(&d, NULL, usual_pools);
+    bystander_start(&e, &d);
+    for (int i = 0; i < 40; i++) {
+        worker_start(&a);
+        worker_tell(&a, "connect %s %s", d.writer, i % 3 ? "token=engine" : "");
+        worker_tell(&a, "open one %s write", i & 1 ? "parts" : "kv");
+        worker_tell(&a, "publish 0 8");
+        usleep((useconds_t)((seed = seed * 6364136223846793005u + 1) >> 52));
+        worker_kill(&a);
+    }
+    bystander_stop(&e);
+    finish();
+}
+
 /* A process is dead when its last thread is, not when its first one has left. */
 Test(death, of_the_first_thread_only)
 {
@@ -217,6 +237,28 @@ Test(death, of_a_parent_whose_child_keeps_the_socket)
     cr_assert_eq(daemon_evict(&d, "one/kv", 0, 8), 8);
     kill((pid_t)child, SIGKILL);
     worker_quit(&b);
+    finish();
+}
+
+/* The child has the pin counters, too, and goes on writing into them: they are nobody's any more. */
+Test(death, of_a_parent_whose_child_writes_its_pins)
+{
+    long long child;
+
+    daemon_up(&d, NULL, usual_pools);
+    worker_join(&a, d.writer, "one", "kv", "");
+    cr_assert_eq(worker_n(&a, "publish 0 32"), 32);
+    worker_start(&b);
+    worker_do(&b, "raw connect %s", d.writer);
+    worker_do(&b, "raw open %u", daemon_pool(&d, "one/kv"));
+    child = worker_n(&b, "raw fork");
+    eventually(daemon_counts(&d, "one/kv").pinned > 0);
+    worker_kill(&b);
+    eventually(daemon_sessions(&d) == 2);
+    cr_assert_eq(daemon_evict(&d, "one/kv", 0, 32), 32);
+    eventually(daemon_counts(&d, "one/kv").pinned == 0);
+    cr_assert_eq(kill((pid_t)child, SIGKILL), 0, "the child lived");
+    worker_quit(&a);
     finish();
 }
 
@@ -289,6 +331,14 @@ static void lose_socket(const char *how)
     worker_do(&b, "ping");
     cr_assert_eq(worker_n(&b, "session"), session);
     cr_assert_eq(worker_n(&b, "check"), 12);
+    /* Before the daemon has noticed that the former connection is dead. */
+    for (int i = 0; i < 20; i++) {
+        worker_do(&b, "socket %s", how);
+        worker_try(&b, "ping");
+        worker_do(&b, "ping");
+        cr_assert_eq(worker_n(&b, "session"), session);
+    }
+    cr_assert_eq(worker_n(&b, "check"), 12);
     worker_do(&b, "close");
     eventually(!daemon_session(&d, b.pid).there);
     eventually(daemon_counts(&d, "one/kv").pinned == 0);
@@ -345,6 +395,80 @@ Test(death, does_not_hand_over_a_session)
     raw_close(&writer);
     raw_close(&back);
     daemon_stop(&d);
+}
+
+/* It is the daemon that is stopped. Nobody hangs, reading goes on, and what it grants too late comes
+ * back. */
+Test(death, is_not_sigstop_of_the_daemon)
+{
+    daemon_up(&d, NULL, usual_pools);
+    worker_start(&a);
+    worker_do(&a, "connect %s timeout=200", d.writer);
+    worker_do(&a, "open one kv write");
+    worker_start(&b);
+    worker_do(&b, "connect %s timeout=200 noshm", d.writer);
+    worker_do(&b, "open one kv write");
+    cr_assert_eq(worker_n(&a, "publish 0 8"), 8);
+    daemon_sessions(&d);
+    cr_assert_eq(kill(d.pid, SIGSTOP), 0);
+    cr_assert_eq(waitpid(d.pid, NULL, WUNTRACED), d.pid);
+    cr_assert_eq(worker_n(&a, "pin 0 8"), 8);
+    cr_assert_eq(worker_n(&a, "check"), 8);
+    cr_assert_eq(worker_try(&a, "reserve 100 8"), -ETIMEDOUT);
+    cr_assert_eq(worker_try(&a, "ping"), -ETIMEDOUT);
+    cr_assert_eq(worker_try(&b, "put 200"), -ETIMEDOUT);
+    cr_assert_eq(worker_try(&b, "get 0"), -ETIMEDOUT);
+    worker_start(&c);
+    cr_assert_eq(worker_try(&c, "connect %s timeout=200", d.writer), -ETIMEDOUT);
+    cr_assert_eq(worker_n(&a, "lookup 0 8"), 8);
+
+    kill(d.pid, SIGCONT);
+    eventually((worker_try(&a, "ping"), worker_try(&b, "ping"),
+                daemon_counts(&d, "one/kv").reserved == 0));
+    eventually(worker_try(&a, "ping") == 0);
+    eventually(worker_try(&b, "ping") == 0);
+    cr_assert_eq(worker_n(&a, "check"), 8);
+    worker_do(&c, "connect %s", d.writer);
+    worker_do(&c, "open one kv write");
+    cr_assert_eq(worker_n(&c, "publish 100 8"), 8, "nothing of it is still held by anybody");
+    worker_do(&c, "put 200");
+    cr_assert_eq(worker_n(&c, "get 0"), 65536);
+    worker_quit(&c);
+    worker_quit(&b);
+    worker_quit(&a);
+    finish();
+}
+
+/* They are dead before they are accepted, or before their requests are read. */
+Test(death, while_nobody_looks)
+{
+    static struct worker w[12];
+
+    daemon_up(&d, NULL, usual_pools);
+    worker_join(&a, d.writer, "one", "kv", "");
+    for (int i = 0; i < 6; i++)
+        worker_join(&w[i], d.writer, "one", "kv", i & 1 ? "token=engine" : "noshm");
+    daemon_sessions(&d);
+    cr_assert_eq(kill(d.pid, SIGSTOP), 0);
+    cr_assert_eq(waitpid(d.pid, NULL, WUNTRACED), d.pid);
+    for (int i = 0; i < 12; i++) {
+        if (i >= 6) {
+            worker_start(&w[i]);
+            worker_tell(&w[i], "connect %s", d.writer);
+        } else if (i & 1) {
+            worker_tell(&w[i], "reserve %d 4", i * 10);
+        } else {
+            worker_tell(&w[i], "put %d", 1000 + i);
+        }
+    }
+    usleep(50000); /* for them to get there; it does not matter if they do not */
+    for (int i = 0; i < 12; i++)
+        worker_kill(&w[i]);
+    kill(d.pid, SIGCONT);
+    eventually(daemon_sessions(&d) == 2);
+    cr_assert_eq(worker_n(&a, "publish 0 8"), 8);
+    worker_quit(&a);
+    finish();
 }
 
 /* ---- 3: a scheduler and its ranks */

@@ -1007,6 +1007,8 @@ Test(socket, absurd_administration)
 
 Test(socket, a_foreign_pid_namespace)
 {
+    if (geteuid() != 0)
+        cr_skip_test("needs root, to make a PID namespace");
     daemon_prepare(&d, NULL, usual_pools);
     d.own_pid_namespace = true;
     daemon_start(&d);
