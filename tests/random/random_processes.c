@@ -28,8 +28,9 @@
 #include "worker.h"
 
 enum {
-    STOP_MS = 800,  /* at most: much less than the quarantine */
-    SETTLE_S = 120, /* until the daemon must have put everything in order; it takes a few */
+    WRONG_MOST = 20, /* after so many complaints it ends */
+    STOP_MS = 800,   /* at most: much less than the quarantine */
+    SETTLE_S = 120,  /* until the daemon must have put everything in order; it takes a few */
 };
 
 struct child {
@@ -121,6 +122,7 @@ static void wrong(struct run *r, const char *format, ...)
     va_list args;
 
     r->wrong++;
+    expect(r->wrong <= WRONG_MOST, "too much is wrong");
     fputs("random-processes: ", stdout);
     va_start(args, format);
     vprintf(format, args);
