@@ -358,7 +358,9 @@ struct kvd_commit {
  * was committed. */
 ssize_t kvd_commit(struct kvd_pool *pool, struct kvd_commit *commits, size_t n);
 
-/* Gives reserved slots back. Unknown tickets are ignored. Returns how many were given back. */
+/* Gives reserved slots back, for somebody else to write at once: no session of the engine, and no device
+ * that it has started, may still be writing into them. Unknown tickets are ignored. Returns how many
+ * were given back. */
 ssize_t kvd_abort(struct kvd_pool *pool, const uint64_t *tickets, size_t n);
 
 /* The same without waiting: answers arrive as completions. Each key or commit that was accepted

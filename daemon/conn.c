@@ -116,6 +116,18 @@ static bool may_read(const struct conn *conn)
            conn->out.bytes <= conn->server->options.max_queue_bytes / QUEUE_PAUSE;
 }
 
+/* A peer may be silent as long as it likes, but not in the middle of a frame: half a frame holds memory.
+ * While we ourselves do not read, it has time. The first request has a deadline of its own. */
+static void watch_frame(struct conn *conn)
+{
+    if (conn->state != CONN_OPEN || !conn->spoke)
+        return;
+    if (frame_reader_idle(&conn->in) || !may_read(conn))
+        list_remove(&conn->waiting);
+    else if (list_empty(&conn->waiting))
+        start_deadline(conn);
+}
+
 static int watch(struct conn *conn)
 {
     uint32_t events = (may_read(conn) ? EPOLLIN : 0) | (conn->out.first ? EPOLLOUT : 0);
@@ -143,6 +155,7 @@ static void settle(struct conn *conn)
         conn_close(conn);
         return;
     }
+    watch_frame(conn);
     if (may_read(conn) && frame_reader_ready(&conn->in))
         loop_defer(conn->server->options.loop, &conn->work);
 }
@@ -267,7 +280,7 @@ void conn_expire(struct conn *conn)
 {
     if (conn->state == CONN_OPEN) {
         conn->server->stats.silent++;
-        fail(conn, -ETIMEDOUT, "no request came in time");
+        fail(conn, -ETIMEDOUT, "no complete request came in time");
     }
     conn_close(conn);
 }

@@ -81,12 +81,23 @@ static int lookup(struct call *c)
     return r;
 }
 
+static uint64_t pinned_bytes(const struct attach *a, size_t more)
+{
+    return (a->own_pinned + more) * a->pool->part_bytes * a->pool->parts;
+}
+
 static int check_pin_quota(struct call *c, const struct attach *a, size_t n)
 {
     const struct pool *p = a->pool;
-    uint64_t max = p->space->max_pinned_bytes;
+    uint64_t max = p->space->max_pinned_bytes, sum = pinned_bytes(a, n);
+    const struct list *i, *all = &c->session->attaches;
 
-    if (!max || (a->own_pinned + n) * p->part_bytes * p->parts <= max)
+    for (i = all->next; max && i != all; i = i->next) {
+        const struct attach *other = list_entry(i, struct attach, in_session);
+
+        sum += other != a && other->pool->space == p->space ? pinned_bytes(other, 0) : 0;
+    }
+    if (!max || sum <= max)
         return 0;
     return call_fail(c, -EDQUOT, "that would pin more than max_pinned of space %s", p->space->name);
 }

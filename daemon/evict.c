@@ -167,12 +167,13 @@ uint64_t pool_count_pinned(struct pool *p)
     if (start < p->pinned_until_ns) /* live ones may have left since */
         return p->pinned < p->count[SHM_SLOT_LIVE] ? p->pinned : p->count[SHM_SLOT_LIVE];
     x = (struct marking){.pool = p, .marks = calloc(p->slots / 8 + 1, 1)};
-
-    for (uint32_t i = 0; x.marks && i < p->n_sources; i++) {
+    if (!x.marks)
+        return 0;
+    for (uint32_t i = 0; i < p->n_sources; i++) {
         x.pins = p->sources[i].pins;
         guard_call(mark, &x, x.pins, p->sources[i].bytes); /* eviction deals with what faults */
     }
-    for (uint32_t i = 0; x.marks && i < p->slots; i++)
+    for (uint32_t i = 0; i < p->slots; i++)
         n += p->table->slots[i].state == SHM_SLOT_LIVE && (x.marks[i / 8] >> i % 8 & 1);
     free(x.marks);
     p->pinned = n;
@@ -355,15 +356,14 @@ static uint32_t evict_inner(struct pool *p, uint32_t want, enum history_event wh
 
 uint32_t pool_evict(struct pool *p, uint32_t want, enum history_event why)
 {
-    uint32_t freed, all = p->ops->count(p->policy);
+    uint32_t freed, candidates = p->ops->count(p->policy);
+    uint32_t all = candidates < SEARCH_MOST ? candidates : SEARCH_MOST;
     uint64_t start = core_now_ns(p->core), took;
 
-    if (all > SEARCH_MOST)
-        all = SEARCH_MOST;
     if (start < p->exhausted_until_ns)
         return evict_queued(p, want, all < SEARCH_SOME ? all : SEARCH_SOME, why);
     freed = evict_queued(p, want, all, why);
-    if (!freed)
+    if (!freed && all == candidates) /* else a tail may still be found, behind those looked at */
         freed = evict_inner(p, want, why);
     took = core_now_ns(p->core) - start;
     if (!freed && took > SEARCH_NS)

@@ -211,7 +211,7 @@ static int check_spec(const struct pool_spec *spec)
 
 static int pool_make(struct pool *p, const struct pool_spec *spec, char *ret_why, size_t why_bytes)
 {
-    uint64_t page = spec->memory->page_size ? spec->memory->page_size : (uint64_t)2 << 20;
+    uint64_t page = segment_hugepage(spec->memory);
     int r;
 
     p->slots = (uint32_t)spec->slots;

@@ -521,6 +521,13 @@ static void stale_remove(const char *dir, const char *name)
         unlink(path);
 }
 
+uint64_t segment_hugepage(const struct segment_spec *spec)
+{
+    uint64_t hugepage = hugepage_wanted(spec);
+
+    return hugepage ? hugepage : (uint64_t)2 << 20;
+}
+
 const char *segment_hugetlbfs_dir(uint64_t page_size)
 {
     struct segment_spec spec = {.page_size = page_size};

@@ -123,6 +123,10 @@ struct segment_reasons {
 int segment_make(const struct segment_spec *spec, struct segment_reasons *ret_reasons,
                  struct segment *ret);
 
+/* The hugepages that a spec asks for, whether there are any or not: what the chunks of a pool are
+ * multiples of. 2 MiB when the kernel knows none of that size. */
+uint64_t segment_hugepage(const struct segment_spec *spec);
+
 /* The hugetlbfs mount that a spec without hugetlbfs_dir would use for pages of this size (0: the
  * system's default); NULL: there is none. Belongs to libhugetlbfs. */
 const char *segment_hugetlbfs_dir(uint64_t page_size);

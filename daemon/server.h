@@ -8,8 +8,8 @@
  * conn_event(), at any time, in any order, never blocking.
  *
  * Limits. What a peer breaks ends that one connection, with a last response of id 0 that says why:
- * a frame over max_frame_bytes, one that is not a Request, descriptors, no request within
- * first_request_ns. While more than a quarter of max_queue_bytes waits to be sent, the connection's
+ * a frame over max_frame_bytes, one that is not a Request, descriptors, no first request, or no rest
+ * of a request that has begun, within first_request_ns. While more than a quarter of max_queue_bytes waits to be sent, the connection's
  * requests wait too; answers beyond max_queue_bytes end it. In one turn of the loop a connection
  * gets requests_per_turn requests.
  *
@@ -77,7 +77,7 @@ struct server_options {
     void *ctx;
     size_t max_frame_bytes;     /* of requests and answers; 1 MiB + 64 KiB */
     size_t max_queue_bytes;     /* 8 MiB */
-    uint64_t first_request_ns;  /* 10 s; also how long conn_finish() waits */
+    uint64_t first_request_ns;  /* 10 s; also of half a request, and how long conn_finish() waits */
     unsigned requests_per_turn; /* 16 */
     const int *inherited;       /* listening sockets from the service manager */
     size_t n_inherited;
@@ -89,7 +89,7 @@ struct server_stats {
     uint64_t refused;         /* by uid, PID namespace, connection limit or lack of descriptors */
     uint64_t requests;        /* given to ops.request */
     uint64_t protocol_errors; /* connections ended for what they sent */
-    uint64_t silent;          /* ended without a first request */
+    uint64_t silent;          /* ended without a first request, or in the middle of one */
     uint64_t overflowed;      /* ended because they did not read */
 };
 

@@ -214,13 +214,16 @@ struct session *session_by_id(struct core *c, uint32_t id)
     return NULL;
 }
 
+/* Who says goodbye writes no more; who is dead may have started a device, and the other members of an
+ * engine may be writing into slots that this one had reserved. */
 static void attach_free(struct attach *a, bool died)
 {
+    bool quarantine = died || a->session->engine->living;
     uint32_t slot;
 
     pool_drop_sources(a->pool, a);
     while ((slot = a->reserved.first) != SLOT_NONE)
-        pool_unreserve(a->pool, slot, died, died ? HISTORY_ORPHANED : HISTORY_ABORTED,
+        pool_unreserve(a->pool, slot, quarantine, died ? HISTORY_ORPHANED : HISTORY_ABORTED,
                        a->session->id);
     drop_segment(&a->segment, &a->map);
     if (a->own)

@@ -560,10 +560,23 @@ void model_attach(struct model *m, int session, int engine, bool writer)
         (struct m_session){.state = M_ATTACHED, .engine = engine, .writer = writer};
 }
 
-/* `died`: somebody may still be writing into its slots. */
+static bool has_peers(const struct model *m, int session)
+{
+    for (int i = 0; i < MODEL_SESSIONS; i++) {
+        const struct m_session *s = &m->session[i];
+
+        if (i != session && s->engine == m->session[session].engine &&
+            (s->state == M_ATTACHED || s->state == M_HUNG_UP))
+            return true;
+    }
+    return false;
+}
+
+/* `died`: somebody may still be writing into its slots; or its peers may. */
 static void bury(struct model *m, int session, bool died)
 {
     struct m_session *s = &m->session[session];
+    bool written = died || has_peers(m, session);
 
     for (int i = 0; i < MODEL_POOLS; i++) {
         struct m_pool *p = &m->pool[i];
@@ -574,7 +587,7 @@ static void bury(struct model *m, int session, bool died)
         for (uint32_t n = 0; n < p->slots; n++) {
             if (p->slot[n].state != M_RESERVED || p->slot[n].writer != session)
                 continue;
-            unreserve(m, p, &p->slot[n], died);
+            unreserve(m, p, &p->slot[n], written);
             p->orphaned += died;
             p->aborted += !died;
         }

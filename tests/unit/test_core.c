@@ -247,6 +247,23 @@ CORE_TEST(an_engine_keeps_what_its_dead_member_held_for_those_who_are_copying)
     cr_assert(world_has(w.pool, &k));
 }
 
+CORE_TEST(who_says_goodbye_does_not_speak_for_those_who_are_copying)
+{
+    struct session *scheduler = world_session(&w, "engine", 0);
+    struct session *rank = world_session(&w, "engine", 0);
+    struct attach *a = world_attach(scheduler, w.pool), *b = world_attach(rank, w.pool);
+    struct shm_key k[2] = {world_key(1), world_key(2)};
+    struct reservation r;
+
+    world_reserve(a, &k[0], NULL, &r);
+    session_end(scheduler, false);
+    cr_assert_eq(w.pool->count[SHM_SLOT_QUARANTINED], 1u, "a rank may be writing into it");
+    world_reserve(b, &k[1], NULL, &r);
+    session_end(rank, false);
+    cr_assert_eq(w.pool->count[SHM_SLOT_QUARANTINED], 1u, "nobody else is left");
+    cr_assert_eq(w.pool->count[SHM_SLOT_FREE], 63u);
+}
+
 CORE_TEST(the_last_members_death_ends_the_lingering)
 {
     struct session *one = world_session(&w, "engine", 0), *two = world_session(&w, "engine", 0);

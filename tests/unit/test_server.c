@@ -260,6 +260,51 @@ Test(server, who_stops_sending_still_gets_answers)
 
 /* ---- silent, slow, greedy */
 
+/* Half a frame holds memory, so it has a deadline at any time, of its own each time. */
+Test(server, half_a_frame_has_a_deadline)
+{
+    struct client slow, good;
+    struct world w;
+
+    setup(&w);
+    connect_client(&w, &slow);
+    connect_client(&w, &good);
+    send_ping(&slow, 1);
+    send_ping(&good, 1);
+    turn(&w, 5);
+    w.now += 100 * SECOND;
+    turn(&w, 5);
+    for (int i = 0; i < 3; i++) { /* who completes it in time may take as long again */
+        struct frame_out *ping = new_ping(2);
+
+        send_raw(&good, ping->data, ping->len - 1);
+        turn(&w, 5);
+        w.now += 9 * SECOND;
+        turn(&w, 5);
+        send_raw(&good, ping->data + ping->len - 1, 1);
+        frame_out_free(ping);
+        turn(&w, 5);
+    }
+    send_raw(&slow, "\x05", 1);
+    turn(&w, 5);
+    w.now += 10 * SECOND - 1;
+    send_raw(&slow, "\x00", 1); /* another byte is no reason to wait longer */
+    turn(&w, 5);
+    cr_assert_eq(w.closed, 0);
+    w.now += 1;
+    turn(&w, 5);
+    cr_assert_eq(w.closed, 1);
+    expect_answer(&slow, 1, 0);
+    expect_answer(&slow, 0, -ETIMEDOUT);
+    expect_end(&slow);
+    w.now += 100000 * SECOND;
+    turn(&w, 5);
+    cr_assert_eq(w.closed, 1);
+    close_client(&slow);
+    close_client(&good);
+    teardown(&w);
+}
+
 Test(server, silent_peers_are_sent_away)
 {
     struct client silent, slow, late, good;
