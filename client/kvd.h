@@ -10,7 +10,7 @@
  * Then
  *
  *     reading:    kvd_pin() the keys of a prompt's prefix, read the slots in place,
- *                 kvd_pinset_release()
+ *                 kvd_pinset_release(); kvd_fetch() first what kvd_lookup() calls KVD_NVME
  *     publishing: kvd_reserve() slots for new keys, write them, kvd_commit()
  *
  * The words are those of docs/design.md: *key*, *chain*, *block*, *snapshot*, *object*, *slot*,
@@ -204,6 +204,7 @@ struct kvd_pool_info {
     uint32_t chunks;
     char name[64];
     char backing[32]; /* "hugetlbfs", "memfd-hugetlb", "tmpfs", "memfd" */
+    uint64_t records; /* objects that its spill stores can hold; 0: it has none */
 };
 
 /* NULL name: the first pool. The pool belongs to the space. -ENOENT. */
@@ -294,6 +295,34 @@ int kvd_pinset_meta(const struct kvd_pinset *pinset, size_t i, struct kvd_meta *
 /* Tells the cache of uses it could not see (the engine hit in its own memory), from any position of
  * a chain. Never wakes the daemon, may be dropped under load. Returns how many keys were taken. */
 ssize_t kvd_observe(struct kvd_pool *pool, const struct kvd_key *keys, size_t n);
+
+/* ---- bringing back from the spill store */
+
+struct kvd_fetch {
+    const struct kvd_key *keys; /* head first */
+    size_t n;
+    uint32_t chain; /* 1: once a key cannot be had, the rest is not tried and has its status */
+    uint32_t deadline_ms; /* past it an object is a miss; 0: the daemon's default */
+};
+
+/* Makes keys that are in a spill store resident, and waits until each is, or cannot be. Destinations for all
+ * of them are taken at once, head first; when no more slots can be had, the rest is -ENOSPC. What is resident
+ * afterwards (also what was before) is held for this session until it is pinned, for some seconds at most:
+ * pin it now. Two who ask for the same object share one read.
+ * `ret_status` (n entries): 0 resident; -ENOENT in no tier; -ENOSPC; -ETIMEDOUT; -EIO it could not be read
+ * back as it was written and is not stored any more; -EINPROGRESS a writer has reserved it; -EDQUOT;
+ * -ESTALE; -ECANCELED. Returns how many are resident. */
+ssize_t kvd_fetch(struct kvd_pool *pool, const struct kvd_fetch *request, int32_t *ret_status);
+
+/* The same without waiting: each key that was accepted produces one completion with user_data + its index,
+ * whose status is as above. Returns how many were accepted, in order (see kvd_submit_reserve). */
+ssize_t kvd_submit_fetch(struct kvd_pool *pool, const struct kvd_fetch *request,
+                         uint64_t user_data);
+
+/* Gives up fetches that were submitted with user_data in [user_data, user_data + n): those that are under
+ * way complete with -ECANCELED, and what is held for completed ones is let go. Returns 0; it does not matter
+ * whether they were still under way. */
+int kvd_fetch_cancel(struct kvd_pool *pool, uint64_t user_data, size_t n);
 
 /* ---- publishing */
 

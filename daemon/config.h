@@ -26,6 +26,7 @@
 #define CONFIG_POOLS_MAX     256
 #define CONFIG_SOCKETS_MAX   64
 #define CONFIG_TENANTS_MAX   1024
+#define CONFIG_STORES_MAX    256
 #define CONFIG_PATTERNS_MAX  16
 #define CONFIG_UIDS_MAX      64
 
@@ -59,6 +60,24 @@ enum config_policy {
     CONFIG_POLICY_LRU,
 };
 
+enum config_admission {
+    CONFIG_ADMIT_ALL,          /* every object, when it is committed */
+    CONFIG_ADMIT_SECOND_TOUCH, /* what has been used after its commit */
+};
+
+/* The numbers of enum io_backend. */
+enum config_io {
+    CONFIG_IO_AUTO,
+    CONFIG_IO_URING,
+    CONFIG_IO_THREADS,
+};
+
+enum config_register {
+    CONFIG_REGISTER_AUTO, /* when the kernel is quick at it: from 6.12 on, on hugepages */
+    CONFIG_REGISTER_YES,
+    CONFIG_REGISTER_NO,
+};
+
 /* The numbers of enum log_target. */
 enum config_log_target {
     CONFIG_LOG_AUTO,
@@ -79,9 +98,14 @@ struct config_daemon {
     uint64_t max_inline; /* bytes of data in one message; at least 4,096 less than max_frame */
     uint32_t max_connections;
     uint32_t max_sessions;
-    uint32_t ring_entries_max; /* a power of two */
-    uint32_t log_level;        /* LOG_ERR .. LOG_DEBUG of <syslog.h> */
-    uint32_t log_target;       /* enum config_log_target */
+    uint32_t ring_entries_max;  /* a power of two */
+    uint32_t log_level;         /* LOG_ERR .. LOG_DEBUG of <syslog.h> */
+    uint32_t log_target;        /* enum config_log_target */
+    uint64_t fetch_deadline_ns; /* of a read from a spill store, unless the client gives another */
+    uint64_t fetch_hold_ns;     /* what was fetched is kept so long for who asked */
+    uint64_t spill_start_ns;    /* READY waits so long for a store that makes no progress */
+    uint64_t stop_flush_ns;     /* SIGTERM: so long for writing what is queued */
+    uint32_t digest_threads;    /* 0: two, or one on a machine with one processor */
 };
 
 struct config_hash {
@@ -118,6 +142,19 @@ struct config_pool {
     uint32_t policy;     /* enum config_policy */
 };
 
+struct config_store {
+    char name[CONFIG_NAME_SIZE];
+    uint32_t pool; /* index in config->pools */
+    char path[CONFIG_TEXT_SIZE];
+    uint64_t size;             /* bytes; 0: the whole block device */
+    uint32_t admission;        /* enum config_admission */
+    uint64_t bandwidth;        /* written bytes per second; 0: no limit */
+    uint64_t wear;             /* written bytes per day; 0: no limit */
+    uint32_t queue_depth;      /* transfers in flight */
+    uint32_t io;               /* enum config_io */
+    uint32_t register_buffers; /* enum config_register */
+};
+
 struct config_patterns { /* of space names, as for fnmatch() */
     uint32_t count;      /* at least 1 */
     char list[CONFIG_PATTERNS_MAX][CONFIG_NAME_SIZE];
@@ -151,11 +188,13 @@ struct config {
     uint32_t pool_count;
     uint32_t socket_count; /* at least 1 */
     uint32_t tenant_count;
+    uint32_t store_count;
     struct config_space spaces[CONFIG_SPACES_MAX];
     struct config_pool pools[CONFIG_POOLS_MAX];
     struct config_socket sockets[CONFIG_SOCKETS_MAX];
     struct config_tenant tenants[CONFIG_TENANTS_MAX]; /* by number; ask config_tenant() */
-    struct config_tenant any_tenant;                  /* of those without a section */
+    struct config_store stores[CONFIG_STORES_MAX];
+    struct config_tenant any_tenant; /* of those without a section */
 };
 
 struct config_problem {

@@ -7,12 +7,13 @@
  *   core      1 per daemon           daemon writes          every session reads
  *   index     1 per pool             daemon writes          sessions of the space read
  *   meta      1 per pool             daemon writes          sessions of the space read
+ *   nvme      1 per pool with stores daemon writes          sessions of the space read
  *   slots     1 per pool             daemon writes          nobody else: for its successor
  *   data      1 per chunk and part   writers of the space   sessions of the space read
  *   session   1 per session          its process writes     the daemon reads; writes some lines
  *   pins      1 per session, pool    its process writes     the daemon reads
  *
- * A session maps core, index, meta and data read-only (data a second time writable, if it may
+ * A session maps core, index, nvme, meta and data read-only (data a second time writable, if it may
  * write), so the worst a stray pointer of a reader can do is to fault.
  *
  * ONE WRITER. Every word below has exactly one writing process. Only the daemon's core thread
@@ -28,6 +29,12 @@
  *   A reader that finds LIVE has found committed bytes: they were written before the commit was
  *   posted (release, by the writer), read by the core (acquire) and published by the store of the
  *   word (release, here) that the reader loaded (acquire).
+ *
+ * THE NVME INDEX of a pool is a table of the same kind with one LIVE entry for each object in the pool's
+ *   spill stores, whether the object is in ram as well or not. It is a table of its own, so that a full
+ *   store, which has many times the pool's objects, costs a lookup of resident keys nothing. Its "slot"
+ *   numbers are those of the daemon's records; nobody pins there. What is found in it and not in the
+ *   pool's index must be fetched first.
  *
  * PROBING is linear from the key's home line. `overflow` of a line counts the keys that live
  * further along and passed this line when they were inserted; a probe stops at the first line that
@@ -105,6 +112,7 @@ enum shm_kind {
     SHM_SLOTS = 4,
     SHM_SESSION = 5,
     SHM_PINS = 6,
+    SHM_NVME = 7, /* a struct shm_index */
 };
 
 struct shm_header {
@@ -168,14 +176,13 @@ struct shm_entry {
     _Atomic uint64_t key[4];
     _Atomic uint64_t scope; /* group and epoch: the rest of what must be equal */
     _Atomic uint64_t word;
-    _Atomic uint64_t nvme;      /* where the spilled copy is; 0: none */
+    uint64_t zero;
     _Atomic uint32_t overflow;  /* belongs to the line, not to the key in it */
     _Atomic uint32_t last_byte; /* committed length of one part, minus 1: 4 GiB fits */
 };
 _Static_assert(sizeof(struct shm_entry) == SHM_LINE, "one cache miss per key");
 SHM_ASSERT_AT(struct shm_entry, scope, 32);
 SHM_ASSERT_AT(struct shm_entry, word, 40);
-SHM_ASSERT_AT(struct shm_entry, nvme, 48);
 SHM_ASSERT_AT(struct shm_entry, overflow, 56);
 SHM_ASSERT_AT(struct shm_entry, last_byte, 60);
 
@@ -276,13 +283,18 @@ struct shm_pins {
 enum shm_op {
     SHM_RESERVE = 1,
     SHM_COMMIT = 2,
-    SHM_OBSERVE = 3,
+    SHM_OBSERVE = 3, /* no completion */
+    SHM_FETCH = 4,
+    SHM_CANCEL = 5, /* no completion */
 };
 
 #define SHM_OBSERVE_KEYS 6u
 
 enum {
     SHM_HAS_PARENT = 1 << 0,
+    /* Fetch: goes with the entry before it. Once one of such a batch cannot be had, the rest is not tried:
+     * its status is theirs. */
+    SHM_GOES_ON = 1 << 1,
 };
 
 struct shm_request {
@@ -311,6 +323,14 @@ struct shm_request {
             uint32_t n;
             struct shm_key keys[SHM_OBSERVE_KEYS];
         } observe;
+        struct {
+            struct shm_key key;
+            uint32_t deadline_ms; /* 0: the daemon's */
+        } fetch;
+        struct {
+            uint64_t user_data; /* of fetches whose user_data is in [user_data, user_data + n) */
+            uint64_t n;
+        } cancel;
         uint8_t bytes[224];
     };
 };
