@@ -16,6 +16,7 @@ static uint64_t needed_bytes(enum shm_kind kind, uint64_t count)
 {
     switch (kind) {
     case SHM_INDEX:
+    case SHM_NVME:
         return shm_index_bytes(count);
     case SHM_META:
         return shm_metas_bytes(count);
