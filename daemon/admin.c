@@ -12,9 +12,14 @@
 #include "daemon/log.h"
 #include "daemon/pool.h"
 #include "daemon/service.h"
+#include "daemon/spill/spill.h"
 #include "version.h"
 
-#define BLOCKS_MAX 1024u
+#define BLOCKS_MAX   1024u
+#define STORES_SHOWN 256u
+
+/* Records that one request looks at: there may be many free ones. */
+#define LOOKS_MAX 65536u
 
 static int need_admin(struct call *c)
 {
@@ -70,15 +75,37 @@ static void pool_status(struct pool *p, Kvd__Proto__PoolStatus *ret, Kvd__Proto_
     ret->policy = (char *)p->ops->name;
 }
 
+#define PROBLEMS_MAX (CORE_MAX_SPACES + CORE_MAX_POOLS + STORES_SHOWN)
+
 /* What a status message points into. */
 struct status_room {
     Kvd__Proto__SpaceStatus space[CORE_MAX_SPACES], *spaces[CORE_MAX_SPACES];
     Kvd__Proto__PoolStatus pool[CORE_MAX_POOLS], *pools[CORE_MAX_POOLS];
     Kvd__Proto__PoolInfo info[CORE_MAX_POOLS];
     Kvd__Proto__SocketStatus socket[64], *sockets[64];
-    char problem[CORE_MAX_SPACES + CORE_MAX_POOLS][1280];
-    char *problems[CORE_MAX_SPACES + CORE_MAX_POOLS];
+    char problem[PROBLEMS_MAX][1280];
+    char *problems[PROBLEMS_MAX];
 };
+
+static void add_store_problems(struct call *c, struct status_room *m,
+                               Kvd__Proto__StatusReply *reply)
+{
+    const struct nvme *n = c->service->core->nvme;
+
+    for (uint32_t i = 0; i < nvme_stores(n) && i < STORES_SHOWN; i++) {
+        const struct store *st = nvme_store(n, i);
+        struct store_status s;
+
+        store_status(st, &s);
+        if (strcmp(s.state, "online") == 0 ||
+            !service_allows(conn_socket(c->conn), store_pool(st)->space))
+            continue;
+        m->problems[reply->n_problems] = m->problem[reply->n_problems];
+        snprintf(m->problem[reply->n_problems++], sizeof(m->problem[0]), "store %s is %s%s%s%s%s",
+                 s.name, s.state, s.problem ? ": " : "", s.problem ? s.problem : "",
+                 s.fix ? "; fix: " : "", s.fix ? s.fix : "");
+    }
+}
 
 static void add_problems(struct call *c, struct status_room *m, Kvd__Proto__StatusReply *reply)
 {
@@ -98,6 +125,7 @@ static void add_problems(struct call *c, struct status_room *m, Kvd__Proto__Stat
         snprintf(m->problem[reply->n_problems++], sizeof(m->problem[0]),
                  "pool %s/%s has no hugepages: %s", p->space->name, p->name, p->ladder);
     }
+    add_store_problems(c, m, reply);
     reply->problems = m->problems;
 }
 
@@ -256,6 +284,7 @@ struct block_room {
     Kvd__Proto__BlockInfo info;
     Kvd__Proto__Key key, parent;
     Kvd__Proto__Meta meta;
+    struct shm_key stored; /* what `key` points to, when it is not in ram */
 };
 
 static void fill_key(Kvd__Proto__Key *k, const struct shm_key *from)
@@ -300,6 +329,44 @@ static void block_info(struct pool *p, uint32_t slot, struct block_room *m)
     }
 }
 
+/* An object as a spill store has it. */
+static void stored_info(const struct spill_entry *x, struct block_room *m)
+{
+    Kvd__Proto__BlockInfo *b = &m->info;
+
+    kvd__proto__block_info__init(b);
+    kvd__proto__meta__init(&m->meta);
+    m->stored = x->key;
+    fill_key(&m->key, &m->stored);
+    b->slot = x->number;
+    b->key = &m->key;
+    b->state = (char *)"stored";
+    b->bytes = x->bytes;
+    b->has_epoch = true;
+    b->epoch = x->epoch;
+    b->store = (char *)x->store;
+    b->meta = &m->meta;
+    m->meta.has_tenant = true;
+    m->meta.tenant = x->tenant;
+}
+
+/* The records from `cursor` on; returns where to go on. */
+static uint64_t list_stored(struct pool *p, uint64_t cursor, uint32_t limit, struct block_room *m,
+                            Kvd__Proto__BlockInfo **list, size_t *ret_n)
+{
+    uint64_t looked = 0;
+    struct spill_entry x;
+
+    for (; cursor < spill_records(p) && *ret_n < limit && looked < LOOKS_MAX; cursor++, looked++) {
+        if (!spill_entry(p, (uint32_t)cursor, &x))
+            continue;
+        stored_info(&x, &m[*ret_n]);
+        list[*ret_n] = &m[*ret_n].info;
+        (*ret_n)++;
+    }
+    return cursor;
+}
+
 static int blocks(struct call *c)
 {
     const Kvd__Proto__Blocks *q = c->request->blocks;
@@ -308,12 +375,15 @@ static int blocks(struct call *c)
     uint64_t slot = q->has_cursor ? q->cursor : 0;
     struct block_room *m = calloc(limit + 1, sizeof(*m));
     Kvd__Proto__BlockInfo **list = calloc(limit + 1, sizeof(*list));
+    bool nvme = q->tier && strcmp(q->tier, "nvme") == 0;
     struct pool *p = NULL;
     int r = m && list ? need_admin(c) : -ENOMEM;
 
     if (r == 0)
         r = call_pool(c, q->pool, &p);
-    for (; r == 0 && slot < p->slots && reply.n_blocks < limit; slot++) {
+    if (r == 0 && nvme)
+        slot = list_stored(p, slot, limit, m, list, &reply.n_blocks);
+    for (; r == 0 && !nvme && slot < p->slots && reply.n_blocks < limit; slot++) {
         uint32_t state = p->table->slots[slot].state;
 
         if (state != SHM_SLOT_LIVE && state != SHM_SLOT_RESERVED)
@@ -324,7 +394,7 @@ static int blocks(struct call *c)
     }
     if (r == 0) {
         reply.blocks = list;
-        reply.has_next = slot < p->slots;
+        reply.has_next = slot < (nvme ? spill_records(p) : p->slots);
         reply.next = slot;
         c->response.body_case = KVD__PROTO__RESPONSE__BODY_BLOCKS;
         c->response.blocks = &reply;
@@ -380,6 +450,7 @@ static int why(struct call *c)
     Kvd__Proto__WhyReply reply = KVD__PROTO__WHY_REPLY__INIT;
     char detail[160] = "";
     struct block_room m;
+    struct spill_entry x;
     struct shm_entry *e;
     struct shm_key key;
     struct pool *p;
@@ -392,7 +463,13 @@ static int why(struct call *c)
     if (r < 0)
         return r;
     e = index_find(p->index, &key, p->space->epoch);
-    if (e) {
+    if (!e && spill_entry(p, spill_record_of(p, &key, p->space->epoch), &x)) {
+        stored_info(&x, &m);
+        reply.state = (char *)"present";
+        reply.detail = detail;
+        reply.block = &m.info;
+        snprintf(detail, sizeof(detail), "not in ram; spill store %s has it", x.store);
+    } else if (e) {
         uint64_t word = shm_load64(&e->word);
 
         block_info(p, shm_word_slot(word), &m);
@@ -425,8 +502,10 @@ static int send_count(struct call *c, uint64_t n, uint64_t skipped, uint64_t nex
     return call_reply(c);
 }
 
-/* A step of removing all live objects, or those of a tenant. */
-static int remove_step(struct call *c, struct pool *p, const uint32_t *tenant, uint64_t cursor)
+/* A step of removing all live objects, or those of a tenant. `after`: where it goes on behind the last
+ * slot; 0: nowhere. */
+static int remove_step(struct call *c, struct pool *p, const uint32_t *tenant, uint64_t cursor,
+                       uint64_t after)
 {
     uint32_t slots[REMOVE_STEP], n = 0, removed;
     uint64_t end = cursor + REMOVE_STEP < p->slots ? cursor + REMOVE_STEP : p->slots;
@@ -434,8 +513,8 @@ static int remove_step(struct call *c, struct pool *p, const uint32_t *tenant, u
     for (uint64_t i = cursor; i < end; i++)
         if (p->table->slots[i].state == SHM_SLOT_LIVE && (!tenant || p->slot[i].tenant == *tenant))
             slots[n++] = (uint32_t)i;
-    removed = pool_remove(p, slots, n, HISTORY_REMOVED, 0);
-    return send_count(c, removed, n - removed, end < p->slots ? end : 0);
+    removed = pool_remove(p, slots, n, HISTORY_REMOVED, tenant ? REMOVE_FORGET : 0);
+    return send_count(c, removed, n - removed, end < p->slots ? end : after);
 }
 
 static int evict_keys(struct call *c, struct pool *p)
@@ -452,15 +531,25 @@ static int evict_keys(struct call *c, struct pool *p)
         if (r < 0)
             return r;
         e = index_find(p->index, &key, p->space->epoch);
-        if (!e)
-            continue;
-        slot = shm_word_slot(shm_load64(&e->word));
-        if (pool_remove(p, &slot, 1, HISTORY_REMOVED, 0))
-            n++;
-        else
+        slot = e ? shm_word_slot(shm_load64(&e->word)) : SLOT_NONE;
+        if (e && !pool_remove(p, &slot, 1, HISTORY_REMOVED, REMOVE_FORGET))
             skipped++;
+        else if (e || spill_remove(p, &key, p->space->epoch))
+            n++;
     }
     return send_count(c, n, skipped, 0);
+}
+
+/* First ram, then the records: the cursor goes on behind the last slot. */
+static int evict_tenant(struct call *c, struct pool *p, uint32_t tenant, uint64_t cursor)
+{
+    uint32_t record, removed;
+
+    if (cursor < p->slots)
+        return remove_step(c, p, &tenant, cursor, p->spill ? p->slots : 0);
+    record = (uint32_t)(cursor - p->slots);
+    removed = spill_remove_tenant(p, tenant, &record);
+    return send_count(c, removed, 0, record ? (uint64_t)p->slots + record : 0);
 }
 
 static int evict(struct call *c)
@@ -477,7 +566,7 @@ static int evict(struct call *c)
     if (q->n_keys)
         return evict_keys(c, p);
     if (q->has_tenant)
-        return remove_step(c, p, &q->tenant, q->has_cursor ? q->cursor : 0);
+        return evict_tenant(c, p, q->tenant, q->has_cursor ? q->cursor : 0);
     if (want > REMOVE_STEP)
         want = REMOVE_STEP;
     while (n < want) {
@@ -498,7 +587,7 @@ static int flush(struct call *c)
 
     if (r == 0)
         r = call_pool(c, q->pool, &p);
-    return r < 0 ? r : remove_step(c, p, NULL, q->has_cursor ? q->cursor : 0);
+    return r < 0 ? r : remove_step(c, p, NULL, q->has_cursor ? q->cursor : 0, 0);
 }
 
 int admin_call(struct call *c)
@@ -520,6 +609,8 @@ int admin_call(struct call *c)
         return flush(c);
     case KVD__PROTO__REQUEST__BODY_KILL:
         return kill_session(c);
+    case KVD__PROTO__REQUEST__BODY_SPILL:
+        return spill_call(c);
     default:
         return -ENOSYS;
     }

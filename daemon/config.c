@@ -23,6 +23,7 @@
 #include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 
 /* Files per pool, one for each part of each chunk; the daemon holds two descriptors of each. */
 #define SEGMENTS_MAX 8192u
@@ -30,10 +31,16 @@
 #define FRAME_OVERHEAD        4096u
 #define POPULATE_THREADS_AUTO 8u
 
-#define SECTION_NAME_SIZE     (2 * CONFIG_NAME_SIZE)
+/* Objects that a store has room for: with fewer it is worth less than its trouble. */
+#define STORE_OBJECTS_MIN 16u
+/* What a store needs beside its data when it is that small: daemon/spill/format.h. */
+#define STORE_OVERHEAD    (2u << 20)
+
+#define SECTION_NAME_SIZE (3 * CONFIG_NAME_SIZE)
 /* [daemon] and [tenant *] are not counted. */
 #define SECTIONS_MAX                                                                               \
-    (2 + CONFIG_SPACES_MAX + CONFIG_POOLS_MAX + CONFIG_SOCKETS_MAX + CONFIG_TENANTS_MAX)
+    (2 + CONFIG_SPACES_MAX + CONFIG_POOLS_MAX + CONFIG_SOCKETS_MAX + CONFIG_TENANTS_MAX +          \
+     CONFIG_STORES_MAX)
 
 /* ---- building */
 
@@ -57,8 +64,18 @@ struct file {
     char name[];
 };
 
+/* Where a store lies, however it is called: the file, or where it would be made. */
+struct place {
+    bool known;
+    mode_t type; /* S_IFMT of what is there; 0: nothing, or it cannot be looked at */
+    dev_t dev;
+    ino_t ino;                   /* of the file; of the folder when there is no file yet */
+    char name[CONFIG_TEXT_SIZE]; /* in that folder */
+};
+
 struct builder {
     struct config *config;
+    struct place *places;     /* of config->stores */
     struct section *sections; /* SECTIONS_MAX; [0] is [daemon] */
     size_t section_count;
     struct file *files;
@@ -209,6 +226,29 @@ static void *new_tenant(struct config *c, const char *name, char *why)
     return &c->tenants[i];
 }
 
+static void *new_store(struct config *c, const char *name, char *why)
+{
+    const char *slash = strchr(name, '/'), *last = slash ? strchr(slash + 1, '/') : NULL;
+    int i;
+
+    if (!last) {
+        config_complain(
+            why, "\"%.80s\" does not say of which space and pool: [spill SPACE/POOL/NAME]", name);
+        return NULL;
+    }
+    i = check_name(name, (size_t)(slash - name), why);
+    if (i == 0)
+        i = check_name(slash + 1, (size_t)(last - slash - 1), why);
+    if (i == 0)
+        i = check_name(last + 1, strlen(last + 1), why);
+    if (i == 0)
+        i = take(&c->store_count, CONFIG_STORES_MAX, CONFIG_KIND_SPILL, why);
+    if (i < 0)
+        return NULL;
+    strcpy(c->stores[i].name, last + 1);
+    return &c->stores[i];
+}
+
 static void *new_object(struct config *c, enum config_kind kind, const char *name, char *why)
 {
     switch (kind) {
@@ -220,6 +260,8 @@ static void *new_object(struct config *c, enum config_kind kind, const char *nam
         return new_socket(c, name, why);
     case CONFIG_KIND_TENANT:
         return new_tenant(c, name, why);
+    case CONFIG_KIND_SPILL:
+        return new_store(c, name, why);
     default:
         config_complain(why, "[daemon] takes no name");
         return NULL;
@@ -727,8 +769,10 @@ static int check_pool_size(struct builder *b, struct section *s)
 static void check_pool(struct builder *b, struct section *s)
 {
     find_pool_space(b, s);
-    if (s->broken || check_pool_size(b, s) < 0)
+    if (s->broken || check_pool_size(b, s) < 0) {
+        s->broken = true; /* its numbers mean nothing to others either */
         return;
+    }
     check_marks(b, s);
     check_segments(b, s);
 }
@@ -852,6 +896,193 @@ static void add_sockets(struct builder *b)
     }
 }
 
+/* ---- stores */
+
+/* The pool's section; NULL: there is none, which was reported. */
+static struct section *find_store_pool(struct builder *b, struct section *s)
+{
+    const struct config *c = b->config;
+    const char *names[CONFIG_POOLS_MAX];
+    char name[SECTION_NAME_SIZE], why[CONFIG_WHY_SIZE], *slash;
+    struct section *pool;
+    size_t n = 0;
+
+    strcpy(name, s->name);
+    *strrchr(name, '/') = '\0';
+    pool = find_section(b, CONFIG_KIND_POOL, name);
+    if (pool)
+        return pool;
+    config_complain(why, "there is no [pool %.128s]", name);
+    slash = strchr(name, '/');
+    *slash = '\0';
+    for (uint32_t i = 0; i < c->pool_count; i++)
+        if (c->pools[i].space < c->space_count &&
+            strcmp(c->spaces[c->pools[i].space].name, name) == 0)
+            names[n++] = c->pools[i].name;
+    if (n > 0) {
+        config_advise(why, slash + 1, names, n);
+    } else { /* not even of that space */
+        for (; n < c->space_count; n++)
+            names[n] = c->spaces[n].name;
+        config_advise(why, name, names, n);
+    }
+    report(b, false, s->opened, "%s", why);
+    return NULL;
+}
+
+static void find_place(const char *path, struct place *ret)
+{
+    const char *slash = strrchr(path, '/');
+    char dir[CONFIG_TEXT_SIZE];
+    struct stat st;
+
+    *ret = (struct place){0};
+    if (stat(path, &st) == 0) {
+        ret->known = true;
+        ret->type = st.st_mode & S_IFMT;
+        ret->dev = S_ISBLK(st.st_mode) ? st.st_rdev : st.st_dev;
+        ret->ino = S_ISBLK(st.st_mode) ? 0 : st.st_ino;
+        return;
+    }
+    snprintf(dir, sizeof(dir), "%.*s", (int)(slash == path ? 1 : slash - path), path);
+    if (stat(dir, &st) < 0)
+        return;
+    ret->known = true;
+    ret->dev = st.st_dev;
+    ret->ino = st.st_ino;
+    strcpy(ret->name, slash + 1);
+}
+
+static bool is_same_place(const struct place *a, const struct place *b)
+{
+    return a->known && b->known && S_ISBLK(a->type) == S_ISBLK(b->type) && a->dev == b->dev &&
+           a->ino == b->ino && strcmp(a->name, b->name) == 0;
+}
+
+/* Two stores in one file would write over each other; the lock would keep the second offline. */
+static void check_store_places(struct builder *b, struct section *s)
+{
+    const struct config *c = b->config;
+    const struct config_store *store = s->object;
+    size_t n = (size_t)(store - c->stores);
+
+    for (size_t i = 0; i < n; i++) {
+        const struct config_store *o = &c->stores[i];
+        bool same = o->path[0] && strcmp(o->path, store->path) == 0;
+
+        if (same)
+            report(b, false, blame(s, "path"), "path: store \"%s\" has the same one", o->name);
+        else if (is_same_place(&b->places[i], &b->places[n]))
+            report(b, false, blame(s, "path"),
+                   "path: it is the same file as %.190s of store \"%s\"", o->path, o->name);
+        else
+            continue;
+        return; /* the others were told the same */
+    }
+}
+
+static int check_store_path(struct builder *b, struct section *s)
+{
+    struct config_store *store = s->object;
+    struct place *place = &b->places[store - b->config->stores];
+
+    if (!store->path[0]) {
+        if (!is_set(s, "path"))
+            report(b, false, s->opened, "\"path\" is missing: a file or a block device");
+        return -EINVAL;
+    }
+    find_place(store->path, place);
+    if (S_ISDIR(place->type)) {
+        report(b, false, blame(s, "path"), "path: %s is a directory; fix: path = %.150s/%s.store",
+               store->path, store->path, store->name);
+    } else if (S_ISCHR(place->type)) {
+        report(b, false, blame(s, "path"),
+               "path: %s is a character device; of an NVMe drive take the namespace, as in "
+               "/dev/nvme0n1",
+               store->path);
+    } else if (place->type && !S_ISREG(place->type) && !S_ISBLK(place->type)) {
+        report(b, false, blame(s, "path"), "path: %s is neither a regular file nor a block device",
+               store->path);
+    } else {
+        check_store_places(b, s);
+        return 0;
+    }
+    return -EINVAL;
+}
+
+static void check_store_size(struct builder *b, struct section *s, const struct config_pool *p)
+{
+    const struct config_store *store = s->object;
+    const struct place *place = &b->places[store - b->config->stores];
+    uint64_t least = STORE_OVERHEAD + STORE_OBJECTS_MIN * p->slot_bytes;
+    uint64_t mib = (least + (1u << 20) - 1) >> 20;
+
+    if (store->size == 0 && !S_ISBLK(place->type))
+        report(b, false, blame(s, "size"),
+               "size: it is required, since %s is %s; fix: size = 100G, or the like", store->path,
+               place->type ? "a file" : "no block device");
+    else if (store->size && store->size < p->slot_bytes)
+        report(b, false, blame(s, "size"),
+               "size: less than one slot of the pool (%" PRIu64 " bytes); fix: at least %" PRIu64
+               "M, for %u objects",
+               p->slot_bytes, mib, STORE_OBJECTS_MIN);
+    else if (store->size && store->size < least)
+        report(b, false, blame(s, "size"),
+               "size: too small for %u objects of %" PRIu64 " bytes; fix: at least %" PRIu64 "M",
+               STORE_OBJECTS_MIN, p->slot_bytes, mib);
+}
+
+static void check_store_rates(struct builder *b, struct section *s, const struct config_pool *p)
+{
+    const struct config_store *store = s->object;
+
+    if (store->wear && store->wear < p->slot_bytes)
+        report(b, true, blame(s, "wear"),
+               "wear: less than one slot (%" PRIu64 " bytes) a day: nothing will be written",
+               p->slot_bytes);
+    if (store->io == CONFIG_IO_THREADS && store->register_buffers == CONFIG_REGISTER_YES)
+        report(b, true, blame(s, "register_buffers"),
+               "register_buffers: only io_uring registers buffers, \"io = threads\" does not");
+}
+
+static void check_store(struct builder *b, struct section *s)
+{
+    struct config_store *store = s->object;
+    struct section *pool = find_store_pool(b, s);
+
+    if (pool)
+        store->pool = (uint32_t)((struct config_pool *)pool->object - b->config->pools);
+    else
+        s->broken = true;
+    if (check_store_path(b, s) < 0 || s->broken || pool->broken)
+        return;
+    check_store_size(b, s, pool->object);
+    check_store_rates(b, s, pool->object);
+}
+
+/* All stores of a pool together, told at the first of them. */
+static void check_store_use(struct builder *b, struct section *s)
+{
+    const struct config *c = b->config;
+    const struct config_store *store = s->object;
+    uint64_t sum = 0;
+
+    for (uint32_t i = 0; i < c->store_count; i++) {
+        const struct config_store *o = &c->stores[i];
+
+        if (o->pool != store->pool)
+            continue;
+        if (o < store || o->size == 0) /* told already; a device of unknown size */
+            return;
+        sum += o->size;
+    }
+    if (sum < c->pools[store->pool].size)
+        report(b, true, blame(s, "size"),
+               "size: less than the pool itself (%" PRIu64 " MiB): of little use but after a "
+               "restart",
+               c->pools[store->pool].size >> 20);
+}
+
 /* What a tenant's own section does not say, [tenant *] does. */
 static void inherit(struct builder *b, struct section *s)
 {
@@ -894,6 +1125,9 @@ static void finish(struct builder *b)
     for_each(b, CONFIG_KIND_SOCKET, check_socket);
     for_each(b, CONFIG_KIND_TENANT, inherit);
     check_total(b);
+    for_each(b, CONFIG_KIND_SPILL, check_store);
+    if (b->errors == 0)
+        for_each(b, CONFIG_KIND_SPILL, check_store_use);
     if (c->socket_count == 0)
         add_sockets(b);
     for_each(b, CONFIG_KIND_SPACE, check_space_used);
@@ -908,7 +1142,8 @@ static int builder_init(struct builder *b, config_error_fn fn, void *arg)
     *b = (struct builder){.report = fn, .arg = arg};
     b->config = calloc(1, sizeof(*b->config));
     b->sections = calloc(SECTIONS_MAX, sizeof(*b->sections));
-    if (!b->config || !b->sections)
+    b->places = calloc(CONFIG_STORES_MAX, sizeof(*b->places));
+    if (!b->config || !b->sections || !b->places)
         return -ENOMEM;
     add_section(b, CONFIG_KIND_DAEMON, &b->config->daemon, "");
     return 0;
@@ -922,6 +1157,7 @@ static void builder_free(struct builder *b)
         free(b->files);
         b->files = next;
     }
+    free(b->places);
     free(b->sections);
     config_free(b->config);
 }
@@ -1036,4 +1272,11 @@ uint32_t config_populate_threads(const struct config_daemon *daemon, uint32_t pr
     if (processors > POPULATE_THREADS_AUTO)
         return POPULATE_THREADS_AUTO;
     return processors ? processors : 1;
+}
+
+uint32_t config_digest_threads(const struct config_daemon *daemon, uint32_t processors)
+{
+    if (daemon->digest_threads)
+        return daemon->digest_threads;
+    return processors > 1 ? 2 : 1;
 }

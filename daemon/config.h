@@ -249,6 +249,9 @@ const struct config_tenant *config_tenant(const struct config *config, uint32_t 
 /* Threads to populate pools with on a machine of so many processors. */
 uint32_t config_populate_threads(const struct config_daemon *daemon, uint32_t processors);
 
+/* Threads that hash, on a machine of so many processors. */
+uint32_t config_digest_threads(const struct config_daemon *daemon, uint32_t processors);
+
 /* The keys there are: for documentation and its tests. */
 struct config_key_info {
     const char *section; /* "daemon" ... */

@@ -20,6 +20,9 @@
 #define SECOND_NS            1000000000ull
 
 #define POPULATE_THREADS_MAX 64u
+#define DIGEST_THREADS_MAX   64u
+#define QUEUE_DEPTH_MAX      256u
+#define STORE_MAX            (1024 * TIB)
 
 /* ---- advice */
 
@@ -133,6 +136,26 @@ static const struct config_choice scheme_choices[] = {
 
 static const struct config_choice policy_choices[] = {
     {"lru", CONFIG_POLICY_LRU},
+    {NULL, 0},
+};
+
+static const struct config_choice admission_choices[] = {
+    {"all", CONFIG_ADMIT_ALL},
+    {"second_touch", CONFIG_ADMIT_SECOND_TOUCH},
+    {NULL, 0},
+};
+
+static const struct config_choice io_choices[] = {
+    {"auto", CONFIG_IO_AUTO},
+    {"io_uring", CONFIG_IO_URING},
+    {"threads", CONFIG_IO_THREADS},
+    {NULL, 0},
+};
+
+static const struct config_choice register_choices[] = {
+    {"auto", CONFIG_REGISTER_AUTO},
+    {"yes", CONFIG_REGISTER_YES},
+    {"no", CONFIG_REGISTER_NO},
     {NULL, 0},
 };
 
@@ -598,6 +621,16 @@ static const struct config_key daemon_keys[] = {
      RANGE(SHM_RING_MIN, SHM_RING_MAX), .dflt = "4096"},
     {"core_spin", parse_duration, FIELD(config_daemon, core_spin_ns), RANGE(0, SECOND_NS / 10),
      .dflt = "20us"},
+    {"fetch_deadline", parse_duration, FIELD(config_daemon, fetch_deadline_ns),
+     RANGE(SECOND_NS / 1000, 600 * SECOND_NS), .dflt = "2s"},
+    {"fetch_hold", parse_duration, FIELD(config_daemon, fetch_hold_ns), RANGE(0, 3600 * SECOND_NS),
+     .dflt = "5s"},
+    {"spill_start", parse_duration, FIELD(config_daemon, spill_start_ns),
+     RANGE(0, 3600 * SECOND_NS), .dflt = "5s"},
+    {"stop_flush", parse_duration, FIELD(config_daemon, stop_flush_ns), RANGE(0, 3600 * SECOND_NS),
+     .dflt = "10s"},
+    {"digest_threads", parse_auto_number, FIELD(config_daemon, digest_threads),
+     RANGE(0, DIGEST_THREADS_MAX), .dflt = "auto"},
     {"log_level", parse_choice, FIELD(config_daemon, log_level), .dflt = "info",
      .choices = level_choices},
     {"log_target", parse_choice, FIELD(config_daemon, log_target), .dflt = "auto",
@@ -650,6 +683,20 @@ static const struct config_key tenant_keys[] = {
      .dflt = "0"},
 };
 
+static const struct config_key spill_keys[] = {
+    {"path", parse_path, FIELD(config_store, path)},
+    {"size", parse_size, FIELD(config_store, size), RANGE(0, STORE_MAX)},
+    {"admission", parse_choice, FIELD(config_store, admission), .dflt = "all",
+     .choices = admission_choices},
+    {"bandwidth", parse_size, FIELD(config_store, bandwidth), RANGE(0, LIMIT_MAX), .dflt = "0"},
+    {"wear", parse_size, FIELD(config_store, wear), RANGE(0, LIMIT_MAX), .dflt = "0"},
+    {"queue_depth", parse_number, FIELD(config_store, queue_depth), RANGE(1, QUEUE_DEPTH_MAX),
+     .dflt = "8"},
+    {"io", parse_choice, FIELD(config_store, io), .dflt = "auto", .choices = io_choices},
+    {"register_buffers", parse_choice, FIELD(config_store, register_buffers), .dflt = "auto",
+     .choices = register_choices},
+};
+
 #define KEYS(array) array, sizeof(array) / sizeof((array)[0])
 
 static const struct {
@@ -663,6 +710,7 @@ static const struct {
     [CONFIG_KIND_POOL] = {"pool", "[pool SPACE/NAME]", KEYS(pool_keys)},
     [CONFIG_KIND_SOCKET] = {"socket", "[socket NAME]", KEYS(socket_keys)},
     [CONFIG_KIND_TENANT] = {"tenant", "[tenant NUMBER]", KEYS(tenant_keys)},
+    [CONFIG_KIND_SPILL] = {"spill", "[spill SPACE/POOL/NAME]", KEYS(spill_keys)},
 };
 
 #define KEYS_MAX(array)                                                                            \
@@ -672,6 +720,7 @@ KEYS_MAX(space_keys);
 KEYS_MAX(pool_keys);
 KEYS_MAX(socket_keys);
 KEYS_MAX(tenant_keys);
+KEYS_MAX(spill_keys);
 
 int config_kind_find(const char *name, char *why)
 {

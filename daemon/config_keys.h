@@ -11,7 +11,7 @@
 
 #define CONFIG_WHY_SIZE           512
 #define CONFIG_NAMES_MAX          CONFIG_SPACES_MAX
-#define CONFIG_KEYS_OF_A_KIND_MAX 16
+#define CONFIG_KEYS_OF_A_KIND_MAX 24
 
 /* Half of the 128 TiB of user addresses: a writer maps every pool twice. */
 #define CONFIG_TOTAL_MAX (64ull << 40)
@@ -22,6 +22,7 @@ enum config_kind {
     CONFIG_KIND_POOL,
     CONFIG_KIND_SOCKET,
     CONFIG_KIND_TENANT,
+    CONFIG_KIND_SPILL,
     CONFIG_KINDS,
 };
 

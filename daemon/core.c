@@ -13,6 +13,7 @@
 #include "daemon/pool.h"
 #include "daemon/session.h"
 #include "daemon/space.h"
+#include "daemon/spill/spill.h"
 #include "shm/header.h"
 
 uint64_t core_now_ns(const struct core *c)
@@ -159,6 +160,53 @@ static int make_pool(struct core *c, const struct config *config, uint32_t i,
     return 0;
 }
 
+static struct store_config store_config(const struct config_store *from)
+{
+    return (struct store_config){.name = from->name,
+                                 .path = from->path,
+                                 .bytes = from->size,
+                                 .second_touch = from->admission == CONFIG_ADMIT_SECOND_TOUCH,
+                                 .bandwidth = from->bandwidth,
+                                 .wear = from->wear,
+                                 .queue_depth = from->queue_depth,
+                                 .backend = from->io,
+                                 .register_pages = from->register_buffers};
+}
+
+static int make_stores(struct core *c, const struct config *config, char *ret_why, size_t why_bytes)
+{
+    struct store_config *list = calloc(config->store_count, sizeof(*list));
+    int r = list ? 0 : -ENOMEM;
+
+    for (uint32_t i = 0; i < c->n_pools && r == 0; i++) {
+        uint32_t n = 0;
+
+        for (uint32_t k = 0; k < config->store_count; k++)
+            if (config->stores[k].pool == i)
+                list[n++] = store_config(&config->stores[k]);
+        if (n)
+            r = spill_new(c->nvme, c->pools[i], list, n, ret_why, why_bytes);
+    }
+    free(list);
+    return r;
+}
+
+static int make_nvme(struct core *c, const struct core_options *o, char *ret_why, size_t why_bytes)
+{
+    const struct config_daemon *d = &o->config->daemon;
+    struct nvme_options options = {.fetch_deadline_ns = d->fetch_deadline_ns,
+                                   .fetch_hold_ns = d->fetch_hold_ns,
+                                   .digest_threads = d->digest_threads,
+                                   .wrap = o->wrap_io,
+                                   .wrap_arg = o->wrap_arg};
+    int r;
+
+    if (!o->config->store_count)
+        return 0;
+    r = nvme_new(c, &options, &c->nvme);
+    return r < 0 ? r : make_stores(c, o->config, ret_why, why_bytes);
+}
+
 static void fill_core(struct core *c, const struct config_daemon *d)
 {
     snprintf(c->runtime_dir, sizeof(c->runtime_dir), "%s", d->runtime_dir);
@@ -223,6 +271,8 @@ int core_new(const struct core_options *o, char *ret_why, size_t why_bytes, stru
     if (why_bytes)
         ret_why[0] = 0;
     r = core_fill(c, o->config, &progress, ret_why, why_bytes);
+    if (r == 0)
+        r = make_nvme(c, o, ret_why, why_bytes);
     if (r < 0) {
         if (why_bytes && !ret_why[0])
             snprintf(ret_why, why_bytes, "%s", strerror(-r));
@@ -238,6 +288,7 @@ void core_free(struct core *c)
     if (!c)
         return;
     sessions_bury(c);
+    nvme_free(c->nvme);
     for (uint32_t i = 0; i < c->n_pools; i++)
         pool_free(c->pools[i]);
     for (uint32_t i = 0; i < c->n_spaces; i++)
@@ -261,6 +312,8 @@ bool core_work(struct core *c)
     bool more = false;
 
     sessions_linger(c, now);
+    if (c->nvme)
+        more |= nvme_run(c->nvme);
     for (uint32_t i = 0; i < c->n_spaces; i++)
         more |= space_purge(&c->spaces[i]);
     for (uint32_t i = 0; i < c->n_pools; i++) {
@@ -270,11 +323,20 @@ bool core_work(struct core *c)
     return more;
 }
 
+static int64_t nvme_in_ms(const struct core *c)
+{
+    uint64_t at = c->nvme ? nvme_deadline(c->nvme) : 0, now = core_now_ns(c);
+
+    return !at ? -1 : at > now ? (int64_t)((at - now) / 1000000) : 0;
+}
+
 int64_t core_next_deadline(struct core *c)
 {
     uint64_t now = core_now_ms(c);
-    int64_t next = sessions_linger(c, now);
+    int64_t next = sessions_linger(c, now), io = nvme_in_ms(c);
 
+    if (io >= 0 && (next < 0 || io < next))
+        next = io;
     for (uint32_t i = 0; i < c->n_pools; i++) {
         int64_t d = pool_release_quarantine(c->pools[i], now);
 

@@ -21,6 +21,8 @@
 #define CORE_MAX_SPACES 64u
 
 struct config;
+struct io;
+struct nvme;
 struct pool;
 struct session;
 struct space;
@@ -59,6 +61,7 @@ struct core {
     uint32_t n_spaces;
     struct pool *pools[CORE_MAX_POOLS];
     uint32_t n_pools;
+    struct nvme *nvme; /* NULL: no pool has stores */
 
     struct list sessions; /* all that are not buried */
     struct list engines;
@@ -84,6 +87,8 @@ struct core_options {
     void (*progress)(uint64_t done, uint64_t total, void *arg); /* bytes populated; may be NULL */
     void *progress_arg;
     const atomic_bool *cancel; /* stops populating; may be NULL */
+    int (*wrap_io)(void *arg, const char *store, struct io *io, struct io **ret_io); /* tests */
+    void *wrap_arg;
 };
 
 /* Spaces, pools, everything in memory. Long: populates. On failure *ret_why has the sentence. */

@@ -11,6 +11,7 @@
 #include "daemon/guard.h"
 #include "daemon/pool.h"
 #include "daemon/service.h"
+#include "daemon/spill/spill.h"
 #include "shm/lookup.h"
 
 static int need_writer(struct call *c)
@@ -66,7 +67,8 @@ static int lookup(struct call *c)
         return r;
     states = malloc(q->n_keys + 1);
     if (states) {
-        reply.leading = (uint32_t)shm_lookup(p->index, keys, q->n_keys, q->epoch, states);
+        reply.leading =
+            (uint32_t)shm_lookup(p->index, p->nvme_index, keys, q->n_keys, q->epoch, states);
         reply.states = (ProtobufCBinaryData){.data = states, .len = q->n_keys};
         p->stats.lookups += q->n_keys;
         p->stats.lookup_hits += reply.leading;
@@ -423,6 +425,83 @@ static int observe(struct call *c)
     return call_reply(c);
 }
 
+/* ---- fetch: answered when the last of its keys is */
+
+static void send_fetched(struct fetch_call *call)
+{
+    Kvd__Proto__FetchReply reply = KVD__PROTO__FETCH_REPLY__INIT;
+    Kvd__Proto__Response response = KVD__PROTO__RESPONSE__INIT;
+
+    list_remove(&call->in_session);
+    reply.n_statuses = call->n;
+    reply.statuses = call->statuses;
+    response.id = call->id;
+    response.body_case = KVD__PROTO__RESPONSE__BODY_FETCH;
+    response.fetch = &reply;
+    if (call->session && call->session->conn)
+        conn_reply(call->session->conn, &response, NULL, 0);
+    free(call);
+}
+
+static struct fetch_call *fetch_call_new(struct call *c, uint32_t n)
+{
+    struct fetch_call *call = calloc(1, sizeof(*call) + n * sizeof(call->statuses[0]));
+
+    if (!call)
+        return NULL;
+    call->session = c->session;
+    call->id = c->request->id;
+    call->n = n;
+    call->left = n + 1; /* one for us: it must not end while it is being filled */
+    call->done = send_fetched;
+    list_append(&c->session->calls, &call->in_session);
+    return call;
+}
+
+static void settle_key(struct fetch_call *call, uint32_t i, int status)
+{
+    if (status == 1)
+        return;
+    call->statuses[i] = status;
+    call->left--;
+}
+
+static int fetch(struct call *c)
+{
+    const Kvd__Proto__Fetch *q = c->request->fetch;
+    bool chain = q->has_chain && q->chain;
+    struct fetch_call *call = NULL;
+    struct shm_key *keys = NULL;
+    struct attach *a;
+    struct pool *p;
+    int stopped = 0, r = call_pool(c, q->pool, &p);
+
+    if (r == 0)
+        r = session_attach(c->session, p, false, &a);
+    if (r == 0)
+        keys = copy_keys(c, q->keys, q->n_keys, &r);
+    if (!keys)
+        return r;
+    call = fetch_call_new(c, (uint32_t)q->n_keys);
+    for (uint32_t i = 0; call && i < q->n_keys; i++) {
+        struct fetch_ask ask = {.key = keys[i],
+                                .epoch = q->epoch,
+                                .deadline_ms = q->has_deadline_ms ? q->deadline_ms : 0,
+                                .call = call,
+                                .index = i};
+        int status = chain && stopped ? stopped : spill_fetch(a, &ask);
+
+        stopped = status < 0 ? status : stopped;
+        settle_key(call, i, status);
+    }
+    free(keys);
+    if (!call)
+        return -ENOMEM;
+    if (--call->left == 0)
+        send_fetched(call);
+    return 0;
+}
+
 int data_call(struct call *c)
 {
     switch (c->request->body_case) {
@@ -444,6 +523,8 @@ int data_call(struct call *c)
         return abort_all(c);
     case KVD__PROTO__REQUEST__BODY_OBSERVE:
         return observe(c);
+    case KVD__PROTO__REQUEST__BODY_FETCH:
+        return fetch(c);
     default:
         return -ENOSYS;
     }

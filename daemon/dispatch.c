@@ -3,12 +3,14 @@
 #include <errno.h>
 #include <stdarg.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
 #include "daemon/log.h"
 #include "daemon/pool.h"
 #include "daemon/service.h"
+#include "daemon/spill/spill.h"
 #include "version.h"
 
 #define PROTOCOL_MIN 1u
@@ -197,6 +199,8 @@ void call_pool_info(const struct pool *p, Kvd__Proto__PoolInfo *ret)
     ret->page_bytes = p->page_bytes;
     ret->backing = (char *)segment_rung_name(p->rung);
     ret->space = (char *)p->space->name;
+    ret->has_records = p->nvme_index != NULL;
+    ret->records = p->nvme_index ? p->nvme_index->slots : 0;
 }
 
 /* The space of a request, by number. */
@@ -262,6 +266,70 @@ static int space_open(struct call *c)
     return r < 0 ? r : send_space(c, s);
 }
 
+/* A SpaceReset whose epoch is on its way to the stores: answered before, a crash could bring back what the
+ * old weights have stored. */
+struct pending_reset {
+    struct list link; /* in service->resets */
+    struct session *session;
+    struct space *space;
+    uint64_t id;
+    uint32_t epoch;
+};
+
+static int remember_reset(struct call *c, struct space *s)
+{
+    struct pending_reset *p = malloc(sizeof(*p));
+
+    if (!p)
+        return -ENOMEM;
+    *p = (struct pending_reset){
+        .session = c->session, .space = s, .id = c->request->id, .epoch = s->epoch};
+    list_append(&c->service->resets, &p->link);
+    return 0;
+}
+
+static void answer_reset(const struct pending_reset *p)
+{
+    Kvd__Proto__SpaceResetReply reply = KVD__PROTO__SPACE_RESET_REPLY__INIT;
+    Kvd__Proto__Response response = KVD__PROTO__RESPONSE__INIT;
+
+    reply.epoch = p->epoch;
+    response.id = p->id;
+    response.body_case = KVD__PROTO__RESPONSE__BODY_SPACE_RESET;
+    response.space_reset = &reply;
+    if (p->session->conn)
+        conn_reply(p->session->conn, &response, NULL, 0);
+}
+
+void service_answer_resets(struct service *s)
+{
+    struct list *i, *tmp;
+
+    kvd_list_for_each (i, tmp, &s->resets) {
+        struct pending_reset *p = list_entry(i, struct pending_reset, link);
+
+        if (!spill_reset_done(p->space))
+            continue;
+        list_remove(i);
+        answer_reset(p);
+        free(p);
+    }
+}
+
+void service_drop_resets(struct service *s, const struct session *session)
+{
+    struct list *i, *tmp;
+
+    kvd_list_for_each (i, tmp, &s->resets) {
+        struct pending_reset *p = list_entry(i, struct pending_reset, link);
+
+        if (p->session != session)
+            continue;
+        list_remove(i);
+        free(p);
+    }
+}
+
 static int reset(struct call *c)
 {
     Kvd__Proto__SpaceResetReply reply = KVD__PROTO__SPACE_RESET_REPLY__INIT;
@@ -273,6 +341,10 @@ static int reset(struct call *c)
     if (c->session->role < ROLE_WRITER)
         return call_fail(c, -EACCES, "only a writer may reset a space");
     space_reset(s);
+    if (c->service->core->nvme)
+        nvme_run(c->service->core->nvme); /* begins to write it */
+    if (!spill_reset_done(s))
+        return remember_reset(c, s);
     reply.epoch = s->epoch;
     c->response.body_case = KVD__PROTO__RESPONSE__BODY_SPACE_RESET;
     c->response.space_reset = &reply;
@@ -299,6 +371,8 @@ static int pool_open(struct call *c)
     c->fds[c->n_fds++] = p->index_segment.reader_fd;
     c->fds[c->n_fds++] = p->meta_segment.reader_fd;
     c->fds[c->n_fds++] = a->segment.fd;
+    if (p->spill)
+        c->fds[c->n_fds++] = spill_index_fd(p);
     c->response.body_case = KVD__PROTO__RESPONSE__BODY_POOL_OPEN;
     c->response.pool_open = &reply;
     return call_reply(c);

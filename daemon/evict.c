@@ -10,11 +10,13 @@
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #include "daemon/guard.h"
 #include "daemon/pool.h"
 #include "daemon/session.h"
 #include "daemon/space.h"
+#include "daemon/spill/spill.h"
 
 #define BATCH 32u
 
@@ -69,6 +71,26 @@ static int look(void *arg)
             x->b->tick[i] = stamp;
     }
     return 0;
+}
+
+int pool_hold_new(struct pool *p)
+{
+    size_t bytes = shm_pins_bytes(p->slots);
+    void *m;
+    int r;
+
+    if (p->held)
+        return 0;
+    m = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1,
+             0);
+    if (m == MAP_FAILED)
+        return -errno;
+    r = pool_add_source(p, m, bytes, NULL);
+    if (r < 0)
+        munmap(m, bytes);
+    else
+        p->held = m;
+    return r;
 }
 
 int pool_add_source(struct pool *p, struct shm_pins *pins, size_t bytes, struct attach *a)
@@ -136,7 +158,8 @@ uint32_t pool_pins_of(struct pool *p, uint32_t slot)
     for (uint32_t i = 0; i < p->n_sources; i++) {
         struct shm_pin pin;
 
-        if (guard_copy(&pin, &p->sources[i].pins->pins[slot], sizeof(pin)) == 0)
+        if (p->sources[i].attach &&
+            guard_copy(&pin, &p->sources[i].pins->pins[slot], sizeof(pin)) == 0)
             n += shm_load32(&pin.count);
     }
     return n;
@@ -170,6 +193,8 @@ uint64_t pool_count_pinned(struct pool *p)
     if (!x.marks)
         return 0;
     for (uint32_t i = 0; i < p->n_sources; i++) {
+        if (!p->sources[i].attach)
+            continue;
         x.pins = p->sources[i].pins;
         guard_call(mark, &x, x.pins, p->sources[i].bytes); /* eviction deals with what faults */
     }
@@ -187,6 +212,7 @@ static void drop(struct pool *p, uint32_t slot, enum history_event why, uint32_t
     struct shm_slot *t = &p->table->slots[slot];
 
     history_add(p->history, &p->metas->metas[slot].key, why, detail, core_now_ms(p->core));
+    spill_left(p, slot, why == HISTORY_REMOVED && detail == REMOVE_FORGET);
     index_remove(p->index, t->line); /* A4 */
     slot_unlink_parent(p, slot);
     p->slot[slot].use++;
@@ -242,9 +268,11 @@ static bool sift(struct pool *p, struct batch *b)
 
         if (b->pinned[i]) {
             slot_queue(p, s, now, false);
+            spill_touched(p, s);
             p->stats.pins_in_way++;
         } else if (b->tick[i] != before.tick[i]) {
             slot_queue(p, s, b->tick[i], false);
+            spill_touched(p, s);
             used = true;
         } else {
             b->tick[n] = b->tick[i];

@@ -18,11 +18,13 @@
 #include "daemon/guard.h"
 #include "daemon/log.h"
 #include "daemon/service.h"
+#include "daemon/spill/spill.h"
 #include "daemon/stale.h"
 #include "version.h"
 
 /* How long answers may take to leave after SIGTERM. */
 #define GOODBYE_NS 500000000u
+#define FLUSH_NS   20000000u /* how often it is looked whether all is written */
 
 struct app {
     struct config *config;
@@ -34,7 +36,8 @@ struct app {
     struct server_socket sockets[CONFIG_SOCKETS_MAX];
     const char *patterns[CONFIG_SOCKETS_MAX][CONFIG_PATTERNS_MAX];
     struct loop_source *signals;
-    struct loop_timer *watchdog, *goodbye;
+    struct loop_timer *watchdog, *goodbye, *flush;
+    uint64_t flush_until_ns;
     int lock_fd, signal_fd;
     atomic_bool cancel;
     uint64_t told_ms; /* when progress was last logged */
@@ -123,6 +126,22 @@ static void on_progress(uint64_t done, uint64_t total, void *arg)
                (unsigned long long)done >> 20, (unsigned long long)total >> 20);
 }
 
+static void on_stores(const char *what, uint64_t done, uint64_t total, void *arg)
+{
+    struct app *a = arg;
+    uint64_t now = monotonic_ns(NULL) / 1000000;
+
+    if (term_is_pending(a))
+        atomic_store(&a->cancel, true);
+    if (now - a->told_ms < 1000)
+        return;
+    a->told_ms = now;
+    log_write(&a->log, LOG_INFO, NULL, "spill stores: %s, %llu of %llu MiB", what,
+              (unsigned long long)done >> 20, (unsigned long long)total >> 20);
+    sd_notifyf(0, "EXTEND_TIMEOUT_USEC=30000000\nSTATUS=Spill stores: %s, %llu of %llu MiB", what,
+               (unsigned long long)done >> 20, (unsigned long long)total >> 20);
+}
+
 /* Whoever may write to it can put sockets and files of his own in place of ours. */
 static int check_runtime_dir(struct app *a, const char *dir)
 {
@@ -189,6 +208,8 @@ static int make_core(struct app *a)
     r = core_new(&o, why, sizeof(why), &a->core);
     if (r < 0)
         log_write(&a->log, LOG_ERR, NULL, "%s", why);
+    else if (a->core->nvme)
+        nvme_wait(a->core->nvme, d->spill_start_ns, on_stores, a);
     return r;
 }
 
@@ -264,6 +285,32 @@ static void on_goodbye(void *arg)
     loop_stop(a->loop);
 }
 
+static void say_goodbye(struct app *a)
+{
+    loop_timer_disarm(a->flush);
+    server_event(a->server, KVD__PROTO__EVENT__KIND__GOING);
+    loop_timer_arm(a->goodbye,
+                   monotonic_ns(NULL) + (server_connections(a->server, NULL) ? GOODBYE_NS : 0), 0);
+}
+
+/* What is only in ram is lost by stopping: it is written first, for a while. */
+static void on_flush(void *arg)
+{
+    struct app *a = arg;
+    uint64_t now = monotonic_ns(NULL), left = a->core->nvme ? nvme_unwritten(a->core->nvme) : 0;
+
+    if (left && now < a->flush_until_ns) {
+        sd_notifyf(0, "EXTEND_TIMEOUT_USEC=5000000\nSTATUS=Stopping: %llu objects to write",
+                   (unsigned long long)left);
+        return;
+    }
+    if (left)
+        log_write(&a->log, LOG_WARNING, NULL,
+                  "%llu objects were not written to spill stores in time (stop_flush)",
+                  (unsigned long long)left);
+    say_goodbye(a);
+}
+
 static void begin_stop(struct app *a)
 {
     if (a->core->stopping) {
@@ -274,9 +321,10 @@ static void begin_stop(struct app *a)
     log_write(&a->log, LOG_INFO, NULL, "stopping");
     sd_notify(0, "STOPPING=1\nSTATUS=Stopping");
     server_stop_listening(a->server);
-    server_event(a->server, KVD__PROTO__EVENT__KIND__GOING);
-    loop_timer_arm(a->goodbye,
-                   monotonic_ns(NULL) + (server_connections(a->server, NULL) ? GOODBYE_NS : 0), 0);
+    if (a->core->nvme)
+        nvme_stop(a->core->nvme);
+    a->flush_until_ns = monotonic_ns(NULL) + a->config->daemon.stop_flush_ns;
+    loop_timer_arm(a->flush, monotonic_ns(NULL), FLUSH_NS);
 }
 
 static void on_signal(void *arg, uint32_t events)
@@ -306,6 +354,8 @@ static int make_loop(struct app *a)
         r = loop_add(a->loop, a->signal_fd, EPOLLIN, on_signal, a, &a->signals);
     if (r == 0)
         r = loop_timer_new(a->loop, on_goodbye, a, &a->goodbye);
+    if (r == 0)
+        r = loop_timer_new(a->loop, on_flush, a, &a->flush);
     if (r == 0)
         r = loop_timer_new(a->loop, on_watchdog, a, &a->watchdog);
     if (r < 0)
@@ -353,6 +403,7 @@ static void stop(struct app *a)
         service_stop(&a->service);
         loop_timer_free(a->watchdog);
         loop_timer_free(a->goodbye);
+        loop_timer_free(a->flush);
         loop_remove(a->signals);
         loop_free(a->loop);
     }

@@ -7,6 +7,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/random.h>
 #include <xxhash.h>
 
@@ -23,8 +24,8 @@ static void data_name(const struct pool *p, const struct pool_spec *spec, uint32
     snprintf(ret, n, "kvd-%08x-%s-%s-%u.%u", d, spec->space_name, spec->name, chunk, part);
 }
 
-static int make_small(struct pool *p, const char *what, enum shm_kind kind, uint64_t bytes,
-                      uint64_t count, struct segment *segment, struct segment_mapping *map)
+int pool_make_small(struct pool *p, const char *what, enum shm_kind kind, uint64_t bytes,
+                    uint64_t count, struct segment *segment, struct segment_mapping *map)
 {
     char name[64];
     struct segment_spec spec = {.name = name,
@@ -50,15 +51,15 @@ static int make_small(struct pool *p, const char *what, enum shm_kind kind, uint
 static int make_tables(struct pool *p)
 {
     uint64_t lines = index_lines_for(p->slots);
-    int r = make_small(p, "index", SHM_INDEX, shm_index_bytes(lines), lines, &p->index_segment,
-                       &p->index_map);
+    int r = pool_make_small(p, "index", SHM_INDEX, shm_index_bytes(lines), lines, &p->index_segment,
+                            &p->index_map);
 
     if (r == 0)
-        r = make_small(p, "meta", SHM_META, shm_metas_bytes(p->slots), p->slots, &p->meta_segment,
-                       &p->meta_map);
+        r = pool_make_small(p, "meta", SHM_META, shm_metas_bytes(p->slots), p->slots,
+                            &p->meta_segment, &p->meta_map);
     if (r == 0)
-        r = make_small(p, "slots", SHM_SLOTS, shm_slots_bytes(p->slots), p->slots,
-                       &p->slots_segment, &p->slots_map);
+        r = pool_make_small(p, "slots", SHM_SLOTS, shm_slots_bytes(p->slots), p->slots,
+                            &p->slots_segment, &p->slots_map);
     if (r < 0)
         return r;
     p->index = p->index_map.addr;
@@ -264,7 +265,7 @@ int pool_new(struct core *core, struct space *space, uint32_t id, const struct p
     return 0;
 }
 
-static void drop(struct segment *s, struct segment_mapping *m)
+void pool_drop_small(struct segment *s, struct segment_mapping *m)
 {
     if (s->fd < 0)
         return;
@@ -290,13 +291,15 @@ void pool_free(struct pool *p)
         segment_unlink(&p->data[i]);
         segment_close(&p->data[i]);
     }
-    drop(&p->index_segment, &p->index_map);
-    drop(&p->meta_segment, &p->meta_map);
-    drop(&p->slots_segment, &p->slots_map);
+    pool_drop_small(&p->index_segment, &p->index_map);
+    pool_drop_small(&p->meta_segment, &p->meta_map);
+    pool_drop_small(&p->slots_segment, &p->slots_map);
     if (p->ops)
         p->ops->destroy(p->policy);
     history_free(p->history);
     free(p->sources);
+    if (p->held)
+        munmap(p->held, shm_pins_bytes(p->slots));
     free(p->data);
     free(p->links);
     free(p->slot);

@@ -27,6 +27,7 @@ struct attach;
 struct core;
 struct session;
 struct space;
+struct spill;
 
 /* What the core knows of a slot beyond the slot table. */
 struct slot {
@@ -41,7 +42,7 @@ struct slot {
     bool queued;           /* the policy has it */
 };
 
-/* An array of pin counters that eviction must look at. */
+/* An array of pin counters that eviction must look at. `attach`: NULL for the daemon's own. */
 struct pin_source {
     struct shm_pins *pins;
     size_t bytes;
@@ -77,6 +78,7 @@ struct pool {
     struct segment index_segment, meta_segment, slots_segment;
     struct segment_mapping index_map, meta_map, slots_map;
     struct shm_index *index;
+    struct shm_index *nvme_index; /* of what its spill stores hold; NULL: it has none */
     struct shm_metas *metas;
     struct shm_slots *table;
     struct segment *data;                           /* [chunk * parts + part] */
@@ -103,6 +105,10 @@ struct pool {
     struct list attaches;
     struct pin_source *sources;
     uint32_t n_sources, max_sources;
+    struct shm_pins
+        *held; /* pins of the daemon itself: I/O reads the slot, or it was fetched for somebody */
+
+    struct spill *spill; /* NULL: no stores */
 
     struct history *history;
     struct pool_stats stats;
@@ -125,7 +131,12 @@ struct pool_spec {
 int pool_new(struct core *core, struct space *space, uint32_t id, const struct pool_spec *spec,
              char *ret_why, size_t why_bytes, struct pool **ret_pool);
 
-/* Unmaps and removes the files. All sessions have been detached. */
+/* A table beside the pool: a file in the runtime directory, mapped writable. */
+int pool_make_small(struct pool *p, const char *what, enum shm_kind kind, uint64_t bytes,
+                    uint64_t count, struct segment *segment, struct segment_mapping *map);
+void pool_drop_small(struct segment *s, struct segment_mapping *m);
+
+/* Unmaps and removes the files. All sessions have been detached, all stores closed. */
 void pool_free(struct pool *p);
 
 /* ---- slots.c: states of slots */
@@ -162,12 +173,21 @@ uint64_t pool_tick_age_ms(const struct pool *p, uint32_t tick);
 /* Tries to free `want` slots, coldest first; returns how many. */
 uint32_t pool_evict(struct pool *p, uint32_t want, enum history_event why);
 
-/* Removes these live slots unless they are pinned; returns how many. */
+/* What pool_remove() is told of copies in spill stores. */
+enum {
+    REMOVE_FORGET = 1, /* they go, too */
+};
+
+/* Removes these live slots unless they are pinned; returns how many. `detail` goes into the history; with
+ * HISTORY_REMOVED it may be REMOVE_FORGET. */
 uint32_t pool_remove(struct pool *p, const uint32_t *slots, uint32_t n, enum history_event why,
                      uint32_t detail);
 
 /* Background: keeps free slots above the low-water mark. True: there is more to do. */
 bool pool_keep_free(struct pool *p);
+
+/* Makes p->held, if it is not there yet. */
+int pool_hold_new(struct pool *p);
 
 int pool_add_source(struct pool *p, struct shm_pins *pins, size_t bytes, struct attach *a);
 void pool_drop_sources(struct pool *p, const struct attach *a);

@@ -13,6 +13,7 @@
 #include "daemon/pool.h"
 #include "daemon/session.h"
 #include "daemon/space.h"
+#include "daemon/spill/spill.h"
 
 static uint64_t all_parts(const struct pool *p)
 {
@@ -131,7 +132,11 @@ void pool_reserve(struct pool *p, struct attach *a, const struct shm_key *key,
         return;
     }
     e = index_find(p->index, key, epoch);
-    if (!e) {
+    if (!e && spill_has(p, key, epoch)) { /* nobody computes it again: it can be fetched */
+        p->stats.reserve_present++;
+        spill_observed(p, key, epoch);
+        ret->status = RESERVE_PRESENT;
+    } else if (!e) {
         reserve_new(p, a, key, parent, tenant, ret);
     } else if (shm_word_state(shm_load64(&e->word)) == SHM_PENDING) {
         p->stats.reserve_pending++;
@@ -188,6 +193,7 @@ static void publish(struct pool *p, uint32_t slot, const struct commit *c)
     slot_set(p, slot, SHM_SLOT_LIVE);                              /* C5 */
     slot_queue(p, slot, shm_load32(&p->index->tick), true);
     pool_count_insert(p);
+    spill_committed(p, slot);
     p->stats.committed++;
     p->stats.committed_bytes += c->bytes * p->parts;
 }
@@ -251,6 +257,7 @@ void pool_unreserve(struct pool *p, uint32_t slot, bool quarantine, enum history
     p->slot[slot].children = 0;
     t->ticket = 0; /* a late commit finds nothing */
     slot_set(p, slot, quarantine ? SHM_SLOT_QUARANTINED : SHM_SLOT_FREE);
+    spill_left(p, slot, false); /* its children need not wait for it */
     count_unreserved(p, why);
 }
 
@@ -269,6 +276,8 @@ void pool_observe(struct pool *p, const struct shm_key *key, uint32_t epoch)
 {
     struct shm_entry *e = epoch == p->space->epoch ? index_find(p->index, key, epoch) : NULL;
 
+    if (!e && epoch == p->space->epoch)
+        spill_observed(p, key, epoch);
     if (!e || shm_word_state(shm_load64(&e->word)) != SHM_LIVE)
         return;
     p->stats.observed++;

@@ -10,6 +10,7 @@
 #include "daemon/pool.h"
 #include "daemon/session.h"
 #include "daemon/space.h"
+#include "daemon/spill/spill.h"
 
 /* The session's own use of a pool it has opened; requests do not open pools. */
 static struct attach *attach_of(struct session *s, uint32_t pool)
@@ -63,10 +64,41 @@ static void run_observe(struct attach *a, const struct shm_request *q)
         pool_observe(a->pool, &q->observe.keys[n], q->epoch);
 }
 
-static void run(struct session *s, const struct shm_request *q, struct shm_completion *c)
+/* True: the completion comes later. */
+static bool run_fetch(struct attach *a, const struct shm_request *q, struct shm_completion *c)
+{
+    struct session *s = a->session;
+    const struct fetch_ask ask = {.key = q->fetch.key,
+                                  .epoch = q->epoch,
+                                  .deadline_ms = q->fetch.deadline_ms,
+                                  .tag = q->user_data};
+
+    if (!(q->flags & SHM_GOES_ON))
+        s->stopped = 0;
+    if (!s->stopped)
+        c->status = spill_fetch(a, &ask);
+    else
+        c->status = s->stopped;
+    if (c->status < 0)
+        s->stopped = c->status;
+    s->promised += c->status == 1;
+    return c->status == 1;
+}
+
+/* True: no completion follows now. */
+static bool run(struct session *s, const struct shm_request *q, struct shm_completion *c)
 {
     struct attach *a = attach_of(s, q->pool);
 
+    if (q->op == SHM_OBSERVE || q->op == SHM_CANCEL) {
+        if (a && q->op == SHM_OBSERVE)
+            run_observe(a, q);
+        else if (a)
+            spill_cancel(a, q->cancel.user_data, q->cancel.n);
+        return true;
+    }
+    if (a && q->op == SHM_FETCH)
+        return run_fetch(a, q, c);
     if (!a)
         c->status = -EBADF;
     else if (s->role < ROLE_WRITER)
@@ -77,12 +109,14 @@ static void run(struct session *s, const struct shm_request *q, struct shm_compl
         run_commit(a, q, c);
     else
         c->status = -ENOSYS;
+    return false;
 }
 
 struct serve {
     struct session *s;
     struct shm_request request;
     struct shm_completion completion;
+    bool silent; /* no completion, or not now */
 };
 
 /* -EAGAIN: nothing waits, or there is no room for the answer (then the request waits, too). */
@@ -94,7 +128,7 @@ static int take(void *arg)
 
     if (n <= 0)
         return n < 0 ? (int)n : -EAGAIN;
-    if (!shm_ring_room(&s->completions))
+    if (shm_ring_room(&s->completions) <= s->promised)
         return -EAGAIN;
     memcpy(&x->request, &s->shm->request[shm_ring_at(&s->requests, s->requests.mine)],
            sizeof(x->request));
@@ -108,7 +142,7 @@ static int give(void *arg)
     struct serve *x = arg;
     struct session *s = x->s;
 
-    if (x->request.op != SHM_OBSERVE) {
+    if (!x->silent) {
         struct shm_completion *ring = shm_completion_array(s->shm, s->ring_entries);
 
         ring[shm_ring_at(&s->completions, s->completions.mine)] = x->completion;
@@ -133,14 +167,7 @@ int session_serve(struct session *s, uint32_t max)
         if (r == 0) {
             x.completion =
                 (struct shm_completion){.user_data = x.request.user_data, .slot = SHM_NO_SLOT};
-            if (x.request.op == SHM_OBSERVE) {
-                struct attach *a = attach_of(s, x.request.pool);
-
-                if (a)
-                    run_observe(a, &x.request);
-            } else {
-                run(s, &x.request, &x.completion);
-            }
+            x.silent = run(s, &x.request, &x.completion);
             r = guard_call(give, &x, s->map.addr, s->map.bytes);
         }
         if (r < 0) {
@@ -152,6 +179,31 @@ int session_serve(struct session *s, uint32_t max)
     }
     s->core->stats.requests += n;
     return (int)n;
+}
+
+static int post(void *arg)
+{
+    struct serve *x = arg;
+    struct session *s = x->s;
+    struct shm_completion *ring = shm_completion_array(s->shm, s->ring_entries);
+
+    if (!shm_ring_room(&s->completions))
+        return -EPROTO; /* it has moved its index back */
+    ring[shm_ring_at(&s->completions, s->completions.mine)] = x->completion;
+    shm_ring_produce(&s->completions, 1);
+    return 0;
+}
+
+void session_post(struct session *s, const struct shm_completion *c)
+{
+    struct serve x = {.s = s, .completion = *c};
+
+    s->promised -= s->promised > 0;
+    s->posted = true;
+    if (!s->shm || s->broken || s->state == SESSION_LINGERING)
+        return;
+    if (guard_call(post, &x, s->map.addr, s->map.bytes) < 0)
+        session_break(s, "its completion ring cannot be written");
 }
 
 static int wants_waking(void *arg)
@@ -174,7 +226,7 @@ static int waiting(void *arg)
 {
     struct session *s = arg;
 
-    return shm_ring_waiting(&s->requests) != 0 && shm_ring_room(&s->completions) > 0;
+    return shm_ring_waiting(&s->requests) != 0 && shm_ring_room(&s->completions) > s->promised;
 }
 
 bool sessions_have_work(const struct core *c)

@@ -10,6 +10,7 @@
 
 #include "daemon/log.h"
 #include "daemon/pool.h"
+#include "daemon/spill/spill.h"
 
 /* Requests of one session's ring that are worked off before the next session's turn. */
 #define SERVE_BATCH 64u
@@ -47,6 +48,7 @@ void service_part(struct session *session)
     struct conn *conn = session->conn;
 
     session->conn = NULL;
+    session_drop_calls(session);
     if (!conn)
         return;
     conn_set_user(conn, NULL);
@@ -71,7 +73,7 @@ static void on_death(void *arg, uint32_t events)
 
 static void on_session_gone(void *arg, struct session *s)
 {
-    (void)arg;
+    service_drop_resets(arg, s);
     service_part(s);
     watch_free(s->watch);
     s->watch = NULL;
@@ -108,8 +110,10 @@ int service_kill(struct session *session)
 static bool serve_session(struct session *s)
 {
     int n = session_serve(s, SERVE_BATCH);
+    bool posted = n > 0 || s->posted;
 
-    if (n > 0 && session_must_wake(s) && s->conn) {
+    s->posted = false;
+    if (posted && session_must_wake(s) && s->conn) {
         conn_event(s->conn, KVD__PROTO__EVENT__KIND__COMPLETIONS);
         s->core->stats.wakes_sent++;
     }
@@ -131,6 +135,16 @@ static bool serve_all(struct service *s)
         any |= serve_session(list_entry(i, struct session, in_core));
     }
     return any;
+}
+
+/* core_work() may have completed fetches after their sessions were served. */
+static bool tell_posted(struct service *s)
+{
+    for (const struct list *i = s->core->sessions.next; s->core->nvme && i != &s->core->sessions;
+         i = i->next)
+        if (list_entry(i, struct session, in_core)->posted)
+            return true;
+    return false;
 }
 
 static void arm_work(struct service *s)
@@ -173,17 +187,29 @@ static void work_when_busy(struct service *s)
     core_work(s->core);
 }
 
+/* What completed may be what a worker waits for: it is told in serve_all(). */
+static void on_nvme(void *arg, uint32_t events)
+{
+    struct service *s = arg;
+
+    (void)events;
+    nvme_news(s->core->nvme);
+    nvme_run(s->core->nvme);
+}
+
 static int before_sleep(void *arg)
 {
     struct service *s = arg;
 
     if (serve_all(s)) {
         work_when_busy(s);
+        service_answer_resets(s);
         s->busy_until_ns = core_now_ns(s->core) + (s->spin_ns >> s->fruitless);
         return 1;
     }
-    if (core_work(s->core) || spin(s))
+    if (core_work(s->core) || tell_posted(s) || spin(s))
         return 1;
+    service_answer_resets(s);
     arm_work(s);
     shm_going_to_sleep(&s->core->shm->sleeping); /* S1, S2 */
     return sessions_have_work(s->core);          /* S3; S4 is epoll_wait */
@@ -228,10 +254,10 @@ static void on_closed(void *ctx, struct conn *conn)
 {
     struct session *session = conn_user(conn);
 
-    (void)ctx;
     if (!session)
         return;
     session->conn = NULL;
+    service_drop_resets(ctx, session);
     if (session->shm)
         session_hang_up(session); /* it may go on reading; its pidfd tells when not */
     else /* it has nothing mapped, what it held, it held by this socket; but its ranks may be copying */
@@ -275,8 +301,11 @@ int service_start(struct service *s)
     int r = loop_timer_new(s->loop, on_tick, s, &s->tick);
 
     s->notes = s->deaths = (struct log_limit){.interval_ns = 10000000000u, .burst = 20};
+    list_init(&s->resets);
     if (r == 0)
         r = loop_timer_new(s->loop, on_work, s, &s->work);
+    if (r == 0 && s->core->nvme)
+        r = loop_add(s->loop, nvme_fd(s->core->nvme), EPOLLIN, on_nvme, s, &s->nvme);
     if (r < 0)
         return r;
     s->core->session_gone = on_session_gone;
@@ -293,5 +322,8 @@ void service_stop(struct service *s)
         loop_timer_free(s->tick);
     if (s->work)
         loop_timer_free(s->work);
+    if (s->nvme)
+        loop_remove(s->nvme);
     s->tick = s->work = NULL;
+    s->nvme = NULL;
 }

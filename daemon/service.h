@@ -29,6 +29,8 @@ struct service {
     uint32_t fruitless;     /* looks that have found nothing; each halves the next one */
     uint64_t work_due_ns;   /* when a busy loop looks after the core's own work again */
     struct loop_timer *tick, *work;
+    struct loop_source *nvme; /* completions of I/O and of helper threads */
+    struct list resets;       /* SpaceReset requests that are answered when stores have the epoch */
     struct log_limit notes, deaths; /* a hostile peer must not fill the log */
     uint32_t since_serve;           /* control requests since the rings were looked at */
 };
@@ -78,6 +80,10 @@ int call_pool(struct call *c, uint32_t id, struct pool **ret_pool);
 /* Keys of the protocol. -EINVAL with a sentence: length. */
 int call_key(struct call *c, const Kvd__Proto__Key *from, struct shm_key *ret_key);
 
+/* Answers those whose time has come; drops those of a session that is cut off. */
+void service_answer_resets(struct service *s);
+void service_drop_resets(struct service *s, const struct session *session);
+
 void call_pool_info(const struct pool *p, Kvd__Proto__PoolInfo *ret);
 
 /* Answers of the data path (data.c) and for administrators (admin.c); they fill c->response, send
@@ -85,6 +91,7 @@ void call_pool_info(const struct pool *p, Kvd__Proto__PoolInfo *ret);
 int call_reply(struct call *c);
 int data_call(struct call *c);
 int admin_call(struct call *c);
+int spill_call(struct call *c);
 int stats_call(struct call *c);
 
 #endif

@@ -12,6 +12,7 @@
 #include "daemon/guard.h"
 #include "daemon/log.h"
 #include "daemon/space.h"
+#include "daemon/spill/spill.h"
 #include "shm/header.h"
 
 /* ---- engines */
@@ -165,6 +166,7 @@ int session_new(struct core *c, const struct session_spec *spec, struct session 
                           .active_ms = core_now_ms(c),
                           .segment = {.fd = -1, .reader_fd = -1}};
     list_init(&s->attaches);
+    list_init(&s->calls);
     set_client(s, spec->client);
     r = getrandom(s->cookie, sizeof(s->cookie), 0) == sizeof(s->cookie) ? 0 : -EIO;
     if (r == 0 && spec->ring_entries)
@@ -221,6 +223,7 @@ static void attach_free(struct attach *a, bool died)
     bool quarantine = died || a->session->engine->living;
     uint32_t slot;
 
+    spill_forget(a);
     pool_drop_sources(a->pool, a);
     while ((slot = a->reserved.first) != SLOT_NONE)
         pool_unreserve(a->pool, slot, quarantine, died ? HISTORY_ORPHANED : HISTORY_ABORTED,
@@ -243,6 +246,7 @@ static void bury(struct session *s, bool died)
     kvd_list_for_each (i, tmp, &s->attaches) {
         attach_free(list_entry(i, struct attach, in_session), died);
     }
+    session_drop_calls(s);
     drop_segment(&s->segment, &s->map);
     list_remove(&s->in_engine);
     list_remove(&s->in_core);
@@ -284,8 +288,19 @@ void session_end(struct session *s, bool died)
     }
 }
 
+void session_drop_calls(struct session *s)
+{
+    while (!list_empty(&s->calls)) {
+        struct fetch_call *call = list_entry(s->calls.next, struct fetch_call, in_session);
+
+        list_remove(&call->in_session);
+        call->session = NULL;
+    }
+}
+
 void session_hang_up(struct session *s)
 {
+    session_drop_calls(s);
     s->conn = NULL;
     if (s->state == SESSION_ATTACHED)
         s->state = SESSION_HUNG_UP;
@@ -404,6 +419,7 @@ int session_attach(struct session *s, struct pool *p, bool shared, struct attach
             return -ENOMEM;
         *a = (struct attach){.session = s, .pool = p, .segment = {.fd = -1, .reader_fd = -1}};
         slot_list_init(&a->reserved);
+        list_init(&a->waiters);
         list_append(&s->attaches, &a->in_session);
         list_append(&p->attaches, &a->in_pool);
     }

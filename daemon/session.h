@@ -74,6 +74,12 @@ struct session {
 
     struct list attaches;
     uint32_t n_reserved;
+
+    /* fetches */
+    uint32_t promised; /* completions that will come: their room in the ring is kept */
+    bool posted;       /* completions came since the session was last served */
+    int32_t stopped;   /* status of the first fetch of the batch that cannot be had; 0: none */
+    struct list calls; /* struct fetch_call */
 };
 
 struct attach {
@@ -87,6 +93,8 @@ struct attach {
     size_t own_bytes;
     uint64_t own_pinned; /* pins in it */
     struct slot_list reserved;
+    struct list waiters; /* what it has asked for, or holds, of fetches */
+    uint32_t n_held;
     bool over_quota; /* holds more pinned bytes of the space than it may: no new grants */
 };
 
@@ -109,6 +117,9 @@ int session_new(struct core *c, const struct session_spec *spec, struct session 
 struct session *session_find(struct core *c, const uint8_t *cookie, size_t len, pid_t pid,
                              uint64_t start_time);
 struct session *session_by_id(struct core *c, uint32_t id);
+
+/* Nobody waits for its socket's Fetch requests any more: their connection is gone. */
+void session_drop_calls(struct session *s);
 
 /* The connection is gone, the process perhaps not. */
 void session_hang_up(struct session *s);
@@ -160,6 +171,9 @@ const char *session_role_name(enum session_role role);
 /* Works off up to `max` requests of a session's ring; returns how many, or a negative errno after
  * which the session is broken. *ret_posted: completions were posted. */
 int session_serve(struct session *s, uint32_t max);
+
+/* A completion that was promised, at any time. Room for it is there. */
+void session_post(struct session *s, const struct shm_completion *c);
 
 /* The process polls for the completions just posted. Asking takes the answer back. */
 bool session_must_wake(struct session *s);

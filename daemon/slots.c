@@ -6,6 +6,7 @@
 #include "daemon/pool.h"
 #include "daemon/session.h"
 #include "daemon/space.h"
+#include "daemon/spill/spill.h"
 
 /* Takes the slot out of the list of its old state. */
 static void leave(struct pool *p, uint32_t slot, enum shm_slot_state state)
@@ -115,6 +116,7 @@ void slot_touch(struct pool *p, uint32_t slot)
 {
     uint32_t now = shm_load32(&p->index->tick);
 
+    spill_touched(p, slot);
     if (!p->slot[slot].queued) {
         p->slot[slot].tick = now;
         return;

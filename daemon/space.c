@@ -10,6 +10,7 @@
 #include "daemon/log.h"
 #include "daemon/pool.h"
 #include "daemon/session.h"
+#include "daemon/spill/spill.h"
 
 #define PURGE_STEP 4096u /* slots looked at in one turn of the loop */
 
@@ -136,14 +137,26 @@ static void unreserve_all(struct pool *p)
     }
 }
 
+void space_set_epoch(struct space *s, uint32_t epoch)
+{
+    s->epoch = epoch;
+    for (uint32_t i = 0; i < s->n_pools; i++) {
+        atomic_store(&s->pools[i]->index->epoch, epoch);
+        if (s->pools[i]->nvme_index)
+            atomic_store(&s->pools[i]->nvme_index->epoch, epoch);
+    }
+}
+
 void space_reset(struct space *s)
 {
     s->epoch++;
+    s->resets++;
     for (uint32_t i = 0; i < s->n_pools; i++) {
         struct pool *p = s->pools[i];
 
         /* From here on nobody hits the old epoch; pairs with the acquire load at each lookup. */
         atomic_store_explicit(&p->index->epoch, s->epoch, memory_order_release);
+        spill_reset(p);
         unreserve_all(p);
     }
     s->purging = true;

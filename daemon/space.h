@@ -25,6 +25,7 @@ struct space {
     struct pool *pools[CORE_MAX_POOLS];
     uint32_t n_pools;
     const char *offline; /* why; NULL: it is not */
+    uint32_t resets;     /* in this run of the daemon */
     bool purging;        /* objects of an older epoch are still being removed */
     uint32_t purge_pool, purge_slot;
 };
@@ -46,6 +47,9 @@ struct space_claim {
 };
 
 int space_check_claim(struct space *s, const struct space_claim *claim, char *ret_why, size_t n);
+
+/* At start, before anybody has attached: the epoch that its stores carry. */
+void space_set_epoch(struct space *s, uint32_t epoch);
 
 /* Everything of the space becomes unreachable at once; removal follows in the background. */
 void space_reset(struct space *s);

@@ -7,6 +7,7 @@
 
 #include "daemon/pool.h"
 #include "daemon/service.h"
+#include "daemon/spill/spill.h"
 
 struct metric {
     const char *name, *help;
@@ -42,6 +43,55 @@ static const struct metric pool_metrics[] = {
     POOL_METRIC("kvd_socket_lookup_hits_total", lookup_hits, "Leading hits among them"),
 };
 
+#define SPILL_METRIC(name, field, help)                                                            \
+    {                                                                                              \
+        name, help, offsetof(struct spill_stats, field)                                            \
+    }
+#define STORE_METRIC(name, field, help)                                                            \
+    {                                                                                              \
+        name, help, offsetof(struct store_stats, field)                                            \
+    }
+
+/* Keys that were asked for sum up: ram + nvme + miss + refused. Of those in nvme, some time out or fail. */
+static const struct metric spill_metrics[] = {
+    SPILL_METRIC("kvd_fetch_ram_keys_total", fetch_ram, "Keys fetched that were resident"),
+    SPILL_METRIC("kvd_fetch_nvme_keys_total", fetch_nvme, "Keys fetched that a store had"),
+    SPILL_METRIC("kvd_fetch_shared_keys_total", fetch_shared,
+                 "Of them: somebody else had begun to fetch them"),
+    SPILL_METRIC("kvd_fetch_miss_keys_total", fetch_miss, "Keys fetched that are in no tier"),
+    SPILL_METRIC("kvd_fetch_refused_keys_total", fetch_refused,
+                 "Keys not fetched: no slot, a quota, or a writer has them"),
+    SPILL_METRIC("kvd_fetch_timeout_keys_total", fetch_timeout, "Keys whose deadline passed"),
+    SPILL_METRIC("kvd_fetch_failed_objects_total", fetch_failed, "Objects that could not be read"),
+    SPILL_METRIC("kvd_promoted_objects_total", promoted, "Objects brought back to ram"),
+    SPILL_METRIC("kvd_promoted_bytes_total", promoted_bytes, "Bytes of them"),
+    SPILL_METRIC("kvd_evicted_clean_objects_total", evicted_clean,
+                 "Objects that left ram with a copy in a store"),
+    SPILL_METRIC("kvd_evicted_unspilled_objects_total", evicted_unspilled,
+                 "Objects admitted to a store that left ram before they were written"),
+    SPILL_METRIC("kvd_spill_orphans_total", orphans,
+                 "Objects not written because their parent is in no tier"),
+    SPILL_METRIC("kvd_spill_refused_total", refused,
+                 "Objects not written because no store could take them"),
+};
+
+/* Summed over the stores of a pool. */
+static const struct metric store_metrics[] = {
+    STORE_METRIC("kvd_spilled_objects_total", written_objects, "Objects written to stores"),
+    STORE_METRIC("kvd_spilled_bytes_total", written_bytes, "Bytes of them"),
+    STORE_METRIC("kvd_store_written_bytes_total", physical_written,
+                 "Bytes the devices were asked to write, tables and retries included"),
+    STORE_METRIC("kvd_store_read_bytes_total", physical_read,
+                 "Bytes the devices were asked to read, tables and retries included"),
+    STORE_METRIC("kvd_store_evicted_objects_total", evicted, "Objects that left stores for others"),
+    STORE_METRIC("kvd_store_broken_objects_total", broken,
+                 "Objects dropped because their bytes were not those written"),
+    STORE_METRIC("kvd_store_errors_total", errors, "Transfers that failed"),
+    STORE_METRIC("kvd_store_timeouts_total", timeouts, "Times a device did not answer"),
+    STORE_METRIC("kvd_store_retries_total", retries,
+                 "Transfers that went on after an interruption"),
+};
+
 static const struct metric core_metrics[] = {
     CORE_METRIC("kvd_ring_requests_total", requests, "Requests taken from rings"),
     CORE_METRIC("kvd_wakes_sent_total", wakes_sent, "Wake-ups sent to processes"),
@@ -62,8 +112,10 @@ static const struct {
 };
 
 #define COUNT(a) (sizeof(a) / sizeof((a)[0]))
-#define PER_POOL (COUNT(pool_metrics) + COUNT(slot_metrics) + 2)
-#define OF_CORE  (COUNT(core_metrics) + 2)
+#define PER_POOL                                                                                   \
+    (COUNT(pool_metrics) + COUNT(slot_metrics) + 2 + COUNT(spill_metrics) + COUNT(store_metrics) + \
+     4)
+#define OF_CORE (COUNT(core_metrics) + 2)
 
 struct stats_room {
     size_t n, max;
@@ -92,6 +144,53 @@ static uint64_t value_at(const void *base, size_t offset)
     return *(const uint64_t *)((const char *)base + offset);
 }
 
+static uint64_t sum_of_stores(const struct pool *p, size_t offset)
+{
+    uint64_t sum = 0;
+
+    for (uint32_t i = 0; i < nvme_stores(p->core->nvme); i++) {
+        const struct store *st = nvme_store(p->core->nvme, i);
+
+        if (store_pool(st) == p)
+            sum += value_at(store_stats(st), offset);
+    }
+    return sum;
+}
+
+static uint64_t queued_objects(const struct pool *p)
+{
+    for (uint32_t i = 0; i < nvme_stores(p->core->nvme); i++) {
+        struct store_status s;
+
+        if (store_pool(nvme_store(p->core->nvme, i)) != p)
+            continue;
+        store_status(nvme_store(p->core->nvme, i), &s);
+        return s.queued + s.writing;
+    }
+    return 0;
+}
+
+static void add_nvme(struct stats_room *m, const struct pool *p, char *name)
+{
+    size_t first = m->n;
+    struct spill_totals t;
+
+    spill_totals(p, &t);
+    for (size_t i = 0; i < COUNT(spill_metrics); i++)
+        add(m, spill_metrics[i].name, spill_metrics[i].help,
+            value_at(spill_stats(p), spill_metrics[i].offset), false, name);
+    for (size_t i = 0; i < COUNT(store_metrics); i++)
+        add(m, store_metrics[i].name, store_metrics[i].help,
+            sum_of_stores(p, store_metrics[i].offset), false, name);
+    add(m, "kvd_stored_objects", "Objects in spill stores", t.used, true, name);
+    add(m, "kvd_store_records", "Objects that the stores can hold", t.records, true, name);
+    add(m, "kvd_store_bytes", "Bytes that the stores can hold", t.bytes, true, name);
+    add(m, "kvd_spill_queued_objects", "Objects that wait to be written", queued_objects(p), true,
+        name);
+    for (size_t i = first; i < m->n; i++)
+        m->stat[i].tier = (char *)"nvme";
+}
+
 static void add_pool(struct stats_room *m, const struct pool *p)
 {
     char *name = m->names[p->id];
@@ -105,6 +204,8 @@ static void add_pool(struct stats_room *m, const struct pool *p)
             name);
     add(m, "kvd_slots", "Slots of the pool", p->slots, true, name);
     add(m, "kvd_pool_bytes", "Memory of the pool", p->slots * p->part_bytes * p->parts, true, name);
+    if (p->spill)
+        add_nvme(m, p, name);
 }
 
 static void add_core(struct stats_room *m, const struct service *s)

@@ -134,11 +134,12 @@ inlined size_t count_stride(const struct shm_table *t, const struct shm_entry **
     return STRIDE;
 }
 
-/* The loop that the product is measured by. */
-static size_t count_leading(const struct shm_table *table, const struct shm_key *keys, size_t n,
-                            uint32_t epoch)
+/* The loop that the product is measured by. Out of line, so that it is the same code however many
+ * call it; the table is made here, so that it is in registers. */
+outlined size_t count_leading(const struct shm_index *index, const struct shm_key *keys, size_t n,
+                              uint32_t epoch)
 {
-    const struct shm_table t = *table;
+    const struct shm_table t = shm_table_of(index);
     struct window w;
     size_t i;
 
@@ -155,27 +156,81 @@ static size_t count_leading(const struct shm_table *table, const struct shm_key 
     return i;
 }
 
-size_t shm_lookup(const struct shm_index *index, const struct shm_key *keys, size_t n,
-                  uint32_t epoch, uint8_t *ret_states)
+/* The first key is not in `other`. By turns, each from where the other has ended, until one does not
+ * go on. */
+outlined size_t count_by_turns(const struct shm_index *index, const struct shm_index *other,
+                               const struct shm_key *keys, size_t n, uint32_t epoch)
 {
-    struct shm_table t = shm_table_of(index);
-    size_t leading = usable(index, epoch) ? count_leading(&t, keys, n, epoch) : 0;
+    size_t at = 0, found;
+
+    while (at < n && (found = count_leading(index, keys + at, n - at, epoch)) > 0) {
+        const struct shm_index *swap = index;
+
+        at += found;
+        index = other;
+        other = swap;
+    }
+    return at;
+}
+
+/* States of keys in ram alone, then what the spill stores know of the others: in this order, since an
+ * object is in the nvme index before it is evicted. */
+static void find_states(const struct shm_index *index, const struct shm_key *keys, size_t n,
+                        uint32_t epoch, uint8_t *states)
+{
+    const struct shm_table t = shm_table_of(index);
     struct window w;
 
-    if (!ret_states)
-        return leading;
-    memset(ret_states, SHM_FOUND_RAM, leading);
+    window_open(&w, &t, keys, n);
+    for (size_t i = 0; i < n; i++)
+        states[i] = (uint8_t)find_one(&t, window_next(&w, &t, keys, n, i), &keys[i], epoch);
+}
+
+static void find_stored(const struct shm_index *nvme, const struct shm_key *keys, size_t n,
+                        uint32_t epoch, uint8_t *states)
+{
+    const struct shm_table t = shm_table_of(nvme);
+    struct window w;
+
+    window_open(&w, &t, keys, n);
+    for (size_t i = 0; i < n; i++) {
+        const struct shm_entry *home = window_next(&w, &t, keys, n, i);
+
+        if (states[i] != SHM_FOUND_RAM &&
+            find_one(&t, home, &keys[i], epoch) == SHM_FOUND_RAM) /* LIVE there */
+            states[i] = SHM_FOUND_NVME;
+    }
+}
+
+static size_t count_cached(const uint8_t *states, size_t n)
+{
+    size_t i = 0;
+
+    while (i < n && (states[i] == SHM_FOUND_RAM || states[i] == SHM_FOUND_NVME))
+        i++;
+    return i;
+}
+
+size_t shm_lookup(const struct shm_index *index, const struct shm_index *nvme,
+                  const struct shm_key *keys, size_t n, uint32_t epoch, uint8_t *ret_states)
+{
+    size_t leading = usable(index, epoch) ? count_leading(index, keys, n, epoch) : 0;
+
+    if (ret_states)
+        memset(ret_states, SHM_FOUND_RAM, leading);
     if (!usable(index, epoch)) {
-        memset(ret_states + leading, SHM_FOUND_MISS, n - leading);
+        if (ret_states)
+            memset(ret_states + leading, SHM_FOUND_MISS, n - leading);
         return leading;
     }
     keys += leading;
     n -= leading;
-    window_open(&w, &t, keys, n);
-    for (size_t i = 0; i < n; i++)
-        ret_states[leading + i] =
-            (uint8_t)find_one(&t, window_next(&w, &t, keys, n, i), &keys[i], epoch);
-    return leading;
+    if (!ret_states)
+        return leading + (nvme ? count_by_turns(nvme, index, keys, n, epoch) : 0);
+    find_states(index, keys, n, epoch, ret_states + leading);
+    if (nvme)
+        find_stored(nvme, keys, n, epoch, ret_states + leading);
+    return leading + count_cached(ret_states + leading, n);
 }
 
 /* R2 and R3 in one: on x86 the locked add is the fence. */

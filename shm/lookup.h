@@ -16,9 +16,11 @@ enum shm_found {
 };
 
 /* A state per key (enum shm_found; `ret_states` may be NULL) and the number of leading keys in ram
- * or nvme. With NULL it stops at the first that is not. */
-size_t shm_lookup(const struct shm_index *index, const struct shm_key *keys, size_t n,
-                  uint32_t epoch, uint8_t *ret_states);
+ * or nvme. With NULL it stops at the first that is neither. `nvme`: of what the pool's spill stores
+ * hold; NULL: it has none. What is in both is in ram, unless it is only PENDING there: then it is on
+ * its way back. Epoch and retirement are those of `index`. */
+size_t shm_lookup(const struct shm_index *index, const struct shm_index *nvme,
+                  const struct shm_key *keys, size_t n, uint32_t epoch, uint8_t *ret_states);
 
 struct shm_pinned {
     uint32_t slot; /* SHM_NO_SLOT: not pinned */

@@ -5,8 +5,8 @@
  * share.
  *
  * An operation that was accepted owns its buffer until its completion was reaped: cancelling is no
- * fence, so there is none. Completions come in any order. One thread submits and reaps; `fd` becomes
- * readable when completions wait.
+ * fence, so there is none. Completions come in any order. The thread that called io_new() submits and
+ * reaps; `fd` becomes readable when completions wait (and may once be, although none is left).
  *
  * A backend does not repair anything: short transfers, -EAGAIN and -EINTR are handed on as they come
  * (piece.c deals with them for all backends alike).
@@ -69,7 +69,7 @@ struct io_window {
     size_t bytes;
 };
 
-/* As in liburing and libc; NULL stands for the real ones. Tests make them fail. */
+/* As in liburing and libc (io_sys.h); NULL stands for the real ones. Tests make them fail. */
 struct io_sys;
 
 struct io_options {
@@ -85,11 +85,12 @@ struct io_options {
 /*
  * ret_note (>= 256 bytes) gets a sentence for the log when something is not as good as it could be, with
  * cause and cure: io_uring denied (EPERM: seccomp, kernel.io_uring_disabled; ENOSYS: kernel), buffers not
- * registered (ENOMEM: RLIMIT_MEMLOCK), else "". With IO_AUTO only lack of memory or threads is an error.
+ * registered (ENOMEM: RLIMIT_MEMLOCK), else "". With IO_AUTO only lack of memory, descriptors or threads
+ * is an error; -EBADF and -EINVAL are about the options.
  */
 int io_new(const struct io_options *options, char *ret_note, size_t note_bytes, struct io **ret_io);
 
-/* NULL is fine. */
+/* Never waits for operations in flight: their buffers stay theirs, until the process ends. NULL is fine. */
 void io_free(struct io *io);
 
 static inline int io_submit(struct io *io, const struct io_op *ops, uint32_t n)
@@ -102,7 +103,7 @@ static inline int io_reap(struct io *io, struct io_done *ret, uint32_t max)
     return io->ops->reap(io, ret, max);
 }
 
-/* ---- io_fault.c: a wrapper that makes things go wrong. Owns `inner`. */
+/* ---- io_fault.c: a wrapper that makes things go wrong. Owns `inner`, unless making it fails. */
 
 enum io_fault_kind {
     IO_FAULT_ERROR,   /* completes with `error`, nothing is transferred */
@@ -124,13 +125,18 @@ struct io_fault {
     uint32_t delay_ms;
 };
 
+/* Per operation, the first of the faults that hits it counts; those after it do not see it. */
 int io_fault_new(struct io *inner, const struct io_fault *faults, uint32_t n, struct io **ret_io);
 
-/* Lets go of what hangs, and no more hanging from now on. */
+/* Lets go of what hangs, and no more hanging from now on. Of anything but a wrapper: nothing. */
 void io_fault_release(struct io *io);
 
-/* "write:error=EIO:after=10:times=3,read:hang:from=1M:to=2M" -> faults, for test programs. Returns how
- * many, or -EINVAL. */
+/*
+ * "write:error=EIO:after=10:times=3,read:hang:from=1M:to=2M" -> faults, for test programs:
+ *   read|write|any : error=NAME|short=BYTES|torn=BYTES|flip|hang|delay=MS|refused=NAME
+ *   [:from=BYTES][:to=BYTES][:after=N][:times=N]
+ * BYTES take K, M, G. Returns how many (none for ""), or -EINVAL.
+ */
 int io_fault_parse(const char *text, struct io_fault *ret, uint32_t max);
 
 #endif

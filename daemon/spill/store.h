@@ -67,11 +67,13 @@ struct store_task;
 int store_task_open(const struct store_spec *spec, enum store_job job, int event_fd,
                     struct store_task **ret_task);
 
-/* Of an open store: discards the slots whose bits are set in `free_slots` (copied). */
+/* Of an open store: discards the slots whose bits are set in `free_slots` (copied). Nothing may be written to
+ * them until the task has ended. Its own duplicate of the descriptor keeps the lock until then. */
 int store_task_trim(const struct store_file *file, const uint8_t *free_slots, int event_fd,
                     struct store_task **ret_task);
 
-/* Takes up to max loaded records; the task waits when too many are not taken. */
+/* Takes up to max loaded records; the task waits when too many are not taken. There is an event for records
+ * that came, none for those that were left: take until there are fewer than max. */
 uint32_t store_task_take(struct store_task *task, struct store_loaded *ret, uint32_t max);
 
 struct store_progress {
@@ -90,7 +92,10 @@ void store_task_progress(const struct store_task *task, struct store_progress *r
  *   -EPROTONOSUPPORT  of another version
  *   -EILSEQ       both superblocks are damaged
  *   -EBUSY        a device in use (mounted, or by another program)
+ *   -EINVAL       truncated, or a path to something else than a file or a block device
  *   -ENOSPC, -EFBIG, -EIO, -EACCES, ...
+ *   -EALREADY     *ret was filled before: there is one owner of the descriptor
+ * Of a task that trims *ret is the store_file it was given, the descriptor the caller's as before.
  */
 int store_task_result(struct store_task *task, struct store_file *ret, char *ret_why,
                       size_t why_bytes);
@@ -98,8 +103,8 @@ int store_task_result(struct store_task *task, struct store_file *ret, char *ret
 /* Asks it to end. */
 void store_task_cancel(struct store_task *task);
 
-/* Ends it. A thread that hangs in the kernel is left behind with its memory, which then is never freed.
- * NULL is fine. */
+/* Asks it to end, and does not wait: what it holds (memory, file, lock) goes when its thread ends, which
+ * a thread that hangs in the kernel never does. event_fd is not written any more. NULL is fine. */
 void store_task_free(struct store_task *task);
 
 #endif

@@ -11,6 +11,7 @@
 #include "core_check.h"
 #include "daemon/config.h"
 #include "daemon/guard.h"
+#include "daemon/spill/spill.h"
 
 static uint64_t world_now(void *arg)
 {
@@ -21,10 +22,10 @@ void world_open(struct world *w, const char *text)
 {
     struct config *config;
     struct core_options o;
-    char head[512], why[768];
+    char head[2560], why[768];
     FILE *f;
 
-    *w = (struct world){.now_ns = 1000000000};
+    *w = (struct world){.now_ns = 1000000000, .wrap_io = w->wrap_io, .wrap_arg = w->wrap_arg};
     snprintf(w->dir, sizeof(w->dir), "/dev/shm/kvd-test-XXXXXX");
     cr_assert(mkdtemp(w->dir));
     snprintf(
@@ -36,9 +37,14 @@ void world_open(struct world *w, const char *text)
     cr_assert_eq(config_load_stream(f, "test", &config, config_problem_print, stderr), 0);
     fclose(f);
     cr_assert_eq(guard_install(), 0);
-    o = (struct core_options){.config = config, .clock = {.now_ns = world_now, .arg = w}};
+    o = (struct core_options){.config = config,
+                              .clock = {.now_ns = world_now, .arg = w},
+                              .wrap_io = w->wrap_io,
+                              .wrap_arg = w->wrap_arg};
     cr_assert_eq(core_new(&o, why, sizeof(why), &w->core), 0, "%s", why);
     config_free(config);
+    if (w->core->nvme)
+        nvme_wait(w->core->nvme, UINT64_MAX, NULL, NULL);
     w->space = &w->core->spaces[0];
     w->pool = w->core->pools[0];
 }
@@ -119,7 +125,7 @@ int world_put(struct attach *a, const struct shm_key *key, const struct shm_key 
 
 bool world_has(struct pool *p, const struct shm_key *key)
 {
-    return shm_lookup(p->index, key, 1, p->space->epoch, NULL) == 1;
+    return shm_lookup(p->index, NULL, key, 1, p->space->epoch, NULL) == 1;
 }
 
 bool world_pin(struct attach *a, const struct shm_key *key, struct shm_pinned *ret)

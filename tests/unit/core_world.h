@@ -11,15 +11,20 @@
 #include "daemon/space.h"
 #include "shm/lookup.h"
 
+struct io;
+
 struct world {
     char dir[64];
     uint64_t now_ns;
     struct core *core;
     struct space *space;
     struct pool *pool; /* the first one */
+    int (*wrap_io)(void *arg, const char *store, struct io *io, struct io **ret_io);
+    void *wrap_arg;
 };
 
-/* `text`: sections of a configuration after [daemon], which is filled in. */
+/* `text`: sections of a configuration after [daemon], which is filled in. The caller may have set
+ * w->wrap_io. */
 void world_open(struct world *w, const char *text);
 void world_close(struct world *w);
 void world_sleep(struct world *w, uint64_t ms);

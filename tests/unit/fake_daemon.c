@@ -87,11 +87,21 @@ static void pool_new(struct fake *f, struct fake_pool *p)
     }
 }
 
+static void stores_new(struct fake *f, struct fake_pool *p)
+{
+    uint64_t lines = index_lines_for(f->records);
+
+    segment_new(f, &p->nvme, SHM_NVME, shm_index_bytes(lines), lines, p->id);
+    p->nx = p->nvme.addr;
+    p->nx->seed[0] = 0xfedcba0987654321 + p->id;
+}
+
 static void pool_free(struct fake_pool *p)
 {
     memory_free(&p->index);
     memory_free(&p->metas);
     memory_free(&p->pins);
+    memory_free(&p->nvme);
     for (uint32_t i = 0; i < p->chunks * p->parts; i++)
         memory_free(&p->data[i]);
 }
@@ -115,6 +125,8 @@ static void world_new(struct fake *f)
                                      .chunk_slots = 8};
     for (unsigned i = 0; i < FAKE_POOLS; i++)
         pool_new(f, &f->pools[i]);
+    if (f->records)
+        stores_new(f, &f->pools[0]);
 }
 
 static void world_free(struct fake *f)
@@ -226,23 +238,70 @@ static uint8_t *bytes_of(struct fake_pool *p, uint32_t slot, uint32_t part)
     return (uint8_t *)m->addr + slot % p->chunk_slots * p->part_bytes;
 }
 
+static int32_t store(struct fake *f, struct fake_pool *p, const struct shm_key *key,
+                     const struct shm_key *parent, uint64_t bytes, uint32_t *ret_slot)
+{
+    struct shm_meta meta = {.position = 16, .layout = 77, .checksum = 99, .user_bytes = 3};
+    uint64_t ticket;
+    int32_t r = reserve(f, p, key, parent, f->epoch, 5, ret_slot, &ticket);
+
+    memcpy(meta.user, "abc", 3);
+    for (uint32_t part = 0; r == 1 && part < p->parts; part++) {
+        memset(bytes_of(p, *ret_slot, part), (int)(*ret_slot + part), p->part_bytes);
+        must(commit(p, ticket, part, bytes, &meta) == 0, "store");
+    }
+    return r;
+}
+
 uint32_t fake_store(struct fake *f, unsigned pool, const struct shm_key *key,
                     const struct shm_key *parent, uint64_t bytes)
 {
-    struct fake_pool *p = &f->pools[pool];
-    struct shm_meta meta = {.position = 16, .layout = 77, .checksum = 99, .user_bytes = 3};
-    uint64_t ticket;
     uint32_t slot;
 
-    memcpy(meta.user, "abc", 3);
     pthread_mutex_lock(&f->lock);
-    must(reserve(f, p, key, parent, f->epoch, 5, &slot, &ticket) == 1, "store");
-    for (uint32_t part = 0; part < p->parts; part++) {
-        memset(bytes_of(p, slot, part), (int)(slot + part), p->part_bytes);
-        must(commit(p, ticket, part, bytes, &meta) == 0, "store");
-    }
+    must(store(f, &f->pools[pool], key, parent, bytes, &slot) == 1, "store");
     pthread_mutex_unlock(&f->lock);
     return slot;
+}
+
+void fake_spill(struct fake *f, unsigned pool, const struct shm_key *key)
+{
+    struct fake_pool *p = &f->pools[pool];
+    uint32_t line;
+
+    pthread_mutex_lock(&f->lock);
+    must(index_insert(p->nx, key, f->epoch, p->next_record++, &line) == 0, "spill");
+    index_publish(p->nx, line, p->part_bytes);
+    pthread_mutex_unlock(&f->lock);
+}
+
+void fake_lose(struct fake *f, unsigned pool, const struct shm_key *key)
+{
+    struct fake_pool *p = &f->pools[pool];
+    struct shm_entry *e;
+
+    pthread_mutex_lock(&f->lock);
+    e = index_find(p->nx, key, f->epoch);
+    must(e != NULL, "lose");
+    index_remove(p->nx, (uint32_t)(e - p->nx->lines));
+    pthread_mutex_unlock(&f->lock);
+}
+
+static int32_t fetch(struct fake *f, struct fake_pool *p, const struct shm_key *key, uint32_t epoch)
+{
+    struct shm_entry *e = index_find(p->ix, key, epoch);
+    uint32_t slot;
+    int32_t r;
+
+    f->fetches++;
+    if (epoch != f->epoch)
+        return -ESTALE;
+    if (e)
+        return shm_word_state(shm_load64(&e->word)) == SHM_PENDING ? -EINPROGRESS : 0;
+    if (!p->nx || !index_find(p->nx, key, epoch))
+        return -ENOENT;
+    r = store(f, p, key, NULL, p->part_bytes, &slot);
+    return r < 0 ? r : 0;
 }
 
 uint32_t fake_pins(struct fake *f, unsigned pool)
@@ -280,6 +339,10 @@ static void answer(struct fake *f, const struct shm_request *q, struct shm_compl
         c->status =
             reserve(f, p, &q->reserve.key, q->flags & SHM_HAS_PARENT ? &q->reserve.parent : NULL,
                     q->epoch, q->tenant, &c->slot, &c->ticket);
+    } else if (q->op == SHM_FETCH) {
+        if (!(q->flags & SHM_GOES_ON) || f->chain == 0)
+            f->chain = fetch(f, p, &q->fetch.key, q->epoch);
+        c->status = f->chain;
     } else {
         meta = (struct shm_meta){.position = q->commit.position,
                                  .layout = q->commit.layout,
@@ -323,6 +386,13 @@ static void tell(struct fake *f)
     send_frame(f, &frame, NULL, 0);
 }
 
+static void note_cancel(struct fake *f, const struct shm_request *q)
+{
+    must(f->cancels < FAKE_CANCELS, "too many cancels");
+    f->cancel[f->cancels].tag = q->cancel.user_data;
+    f->cancel[f->cancels++].n = q->cancel.n;
+}
+
 static unsigned serve(struct fake *f, unsigned max)
 {
     struct shm_request q;
@@ -331,7 +401,9 @@ static unsigned serve(struct fake *f, unsigned max)
 
     while (n < max && take(f, &q)) {
         n++;
-        if (q.op == SHM_OBSERVE)
+        if (q.op == SHM_CANCEL)
+            note_cancel(f, &q);
+        if (q.op == SHM_OBSERVE || q.op == SHM_CANCEL)
             continue;
         answer(f, &q, &c);
         post(f, &c);
@@ -394,6 +466,7 @@ struct answer {
         Kvd__Proto__ReadReply read;
         Kvd__Proto__ReserveReply reserve;
         Kvd__Proto__CountReply count;
+        Kvd__Proto__FetchReply fetch;
     } body;
     Kvd__Proto__PoolInfo info[FAKE_POOLS], *list[FAKE_POOLS];
     Kvd__Proto__Reservation reservation, *reservations;
@@ -401,6 +474,7 @@ struct answer {
     Kvd__Proto__Key parent;
     uint64_t number[2];
     uint8_t states[4096];
+    int32_t statuses[4096];
     char message[128];
 };
 
@@ -452,9 +526,11 @@ static void on_hello(struct fake *f, const Kvd__Proto__Hello *h, struct answer *
     a->fds[a->n_fds++] = f->session.memory.fd;
 }
 
-static void put_info(const struct fake_pool *p, Kvd__Proto__PoolInfo *i)
+static void put_info(const struct fake *f, const struct fake_pool *p, Kvd__Proto__PoolInfo *i)
 {
     kvd__proto__pool_info__init(i);
+    i->has_records = p->nx != NULL;
+    i->records = p->nx ? f->records : 0;
     i->pool = p->id;
     i->name = (char *)p->name;
     i->slots = p->slots;
@@ -480,7 +556,7 @@ static void on_space_open(struct fake *f, const Kvd__Proto__SpaceOpen *q, struct
     }
     kvd__proto__space_open_reply__init(r);
     for (unsigned i = 0; i < FAKE_POOLS; i++) {
-        put_info(&f->pools[i], &a->info[i]);
+        put_info(f, &f->pools[i], &a->info[i]);
         a->list[i] = &a->info[i];
     }
     r->space = 3;
@@ -502,14 +578,16 @@ static void on_reset(struct fake *f, struct answer *a)
     a->response.space_reset = &a->body.space_reset;
 }
 
-static void on_pool_open(struct fake_pool *p, struct answer *a)
+static void on_pool_open(struct fake *f, struct fake_pool *p, struct answer *a)
 {
     kvd__proto__pool_open_reply__init(&a->body.pool_open);
-    put_info(p, &a->info[0]);
+    put_info(f, p, &a->info[0]);
     a->body.pool_open.info = &a->info[0];
     a->fds[a->n_fds++] = p->index.reader;
     a->fds[a->n_fds++] = p->metas.reader;
     a->fds[a->n_fds++] = p->pins.fd;
+    if (p->nx)
+        a->fds[a->n_fds++] = p->nvme.reader;
     a->response.body_case = KVD__PROTO__RESPONSE__BODY_POOL_OPEN;
     a->response.pool_open = &a->body.pool_open;
 }
@@ -641,6 +719,26 @@ static void on_reserve(struct fake *f, struct fake_pool *p, const Kvd__Proto__Re
     a->response.reserve = &a->body.reserve;
 }
 
+static void on_fetch(struct fake *f, struct fake_pool *p, const Kvd__Proto__Fetch *q,
+                     struct answer *a)
+{
+    Kvd__Proto__FetchReply *r = &a->body.fetch;
+
+    kvd__proto__fetch_reply__init(r);
+    f->fetch_messages++;
+    must(q->n_keys <= 4096, "keys of one message");
+    for (size_t i = 0; i < q->n_keys; i++) {
+        struct shm_key key = key_of(q->keys[i]);
+
+        a->statuses[i] = q->chain && i && a->statuses[i - 1] < 0 ? a->statuses[i - 1]
+                                                                 : fetch(f, p, &key, q->epoch);
+    }
+    r->n_statuses = q->n_keys;
+    r->statuses = a->statuses;
+    a->response.body_case = KVD__PROTO__RESPONSE__BODY_FETCH;
+    a->response.fetch = r;
+}
+
 static void on_write(struct fake_pool *p, const Kvd__Proto__Write *q, struct answer *a)
 {
     uint32_t slot = (uint32_t)q->ticket & (SHM_SLOTS_MAX - 1);
@@ -709,6 +807,8 @@ static uint32_t pool_named(const Kvd__Proto__Request *q)
         return q->commit->pool;
     case KVD__PROTO__REQUEST__BODY_ABORT:
         return q->abort->pool;
+    case KVD__PROTO__REQUEST__BODY_FETCH:
+        return q->fetch->pool;
     default:
         return 0;
     }
@@ -720,7 +820,7 @@ static void on_pool(struct fake *f, struct fake_pool *p, const Kvd__Proto__Reque
     if (!p)
         refuse(a, -ENOENT, "no such pool");
     else if (q->body_case == KVD__PROTO__REQUEST__BODY_POOL_OPEN)
-        on_pool_open(p, a);
+        on_pool_open(f, p, a);
     else if (q->body_case == KVD__PROTO__REQUEST__BODY_CHUNK_MAP)
         on_chunk_map(p, q->chunk_map, a);
     else if (q->body_case == KVD__PROTO__REQUEST__BODY_LOOKUP)
@@ -737,6 +837,8 @@ static void on_pool(struct fake *f, struct fake_pool *p, const Kvd__Proto__Reque
         on_commit(p, q->commit, a);
     else if (q->body_case == KVD__PROTO__REQUEST__BODY_ABORT)
         on_abort(f, p, q->abort, a);
+    else if (q->body_case == KVD__PROTO__REQUEST__BODY_FETCH)
+        on_fetch(f, p, q->fetch, a);
     else
         count_of(a, f->released += (unsigned)q->release->n_slots);
 }
@@ -885,6 +987,11 @@ static void listen_(struct fake *f)
 
 struct fake *fake_start(void)
 {
+    return fake_start_stores(0);
+}
+
+struct fake *fake_start_stores(uint32_t records)
+{
     struct fake *f = calloc(1, sizeof(*f));
 
     must(f != NULL, "memory");
@@ -896,6 +1003,7 @@ struct fake *fake_start(void)
     f->epoch = 1;
     f->may_resume = true;
     f->max_inline = 1 << 16;
+    f->records = records;
     f->nudge = eventfd(0, EFD_CLOEXEC);
     world_new(f);
     listen_(f);

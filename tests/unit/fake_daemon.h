@@ -25,6 +25,7 @@
 #define FAKE_PARTS_MAX  2u
 #define FAKE_SLOTS_MAX  64u
 #define FAKE_FIRST_POOL 7u
+#define FAKE_CANCELS    64u
 
 struct fake_memory {
     int fd, reader; /* writable, read-only */
@@ -36,9 +37,11 @@ struct fake_pool {
     const char *name;
     uint32_t id, slots, parts, chunk_slots, chunks, next_slot;
     uint64_t part_bytes;
-    struct fake_memory index, metas, pins;
+    struct fake_memory index, metas, pins, nvme;
     struct fake_memory data[FAKE_CHUNKS_MAX * FAKE_PARTS_MAX];
     struct shm_index *ix;
+    struct shm_index *nx; /* NULL: no stores */
+    uint32_t next_record;
     uint32_t line[FAKE_SLOTS_MAX];
     uint64_t ticket[FAKE_SLOTS_MAX]; /* 0: not reserved */
     uint64_t parts_done[FAKE_SLOTS_MAX];
@@ -74,6 +77,7 @@ struct fake {
     uint64_t mute;         /* bit per request body that is not answered; Hello is 10 */
     uint32_t ring_entries; /* 0: as asked */
     uint64_t max_inline;
+    uint32_t records; /* of the stores of pool 0; 0: none */
     void (*tweak)(struct fake *f, Kvd__Proto__Response *response, int *fds, unsigned *n_fds);
     unsigned tweak_pick; /* for the tweak */
     const void *raw;     /* instead of the first response */
@@ -84,9 +88,17 @@ struct fake {
     uint64_t start_time;
     char client[64];
     unsigned token_len, cookie_len;
+    unsigned fetches, fetch_messages, cancels; /* keys, messages, requests of the ring */
+    struct {
+        uint64_t tag, n;
+    } cancel[FAKE_CANCELS];
+    int32_t chain; /* status of the fetch before */
 };
 
 struct fake *fake_start(void);
+
+/* The same, and pool 0 has stores of so many records. */
+struct fake *fake_start_stores(uint32_t records);
 void fake_stop(struct fake *f);
 
 /* Has the thread look at its fields. */
@@ -105,6 +117,10 @@ void fake_replace(struct fake *f);
 /* Makes an object that is LIVE in the pool; its slot. Bytes of part p are (slot + p). */
 uint32_t fake_store(struct fake *f, unsigned pool, const struct shm_key *key,
                     const struct shm_key *parent, uint64_t bytes);
+
+/* Makes a record of the pool's stores, or takes it out. */
+void fake_spill(struct fake *f, unsigned pool, const struct shm_key *key);
+void fake_lose(struct fake *f, unsigned pool, const struct shm_key *key);
 
 /* Serves up to `max` requests of the ring; how many. */
 unsigned fake_serve(struct fake *f, unsigned max);

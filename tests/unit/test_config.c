@@ -1,173 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Needs KVD_SOURCE_DIR, the root of the source tree: documentation is tested against the parser. */
-#define _GNU_SOURCE
-#include "daemon/config.h"
+#include "config_world.h"
 
 #include <criterion/criterion.h>
 #include <errno.h>
-#include <stdarg.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <syslog.h>
 #include <unistd.h>
-
-#define SECOND 1000000000ull
-#define KIB    (1ull << 10)
-#define MIB    (1ull << 20)
-#define GIB    (1ull << 30)
-#define TIB    (1ull << 40)
-
-/* The least that is a configuration: lines 1 to 4. */
-#define MINIMAL "[space s]\n[pool s/p]\nslot = 4K\nslots = 200\n"
-
-/* ---- helpers */
-
-struct problem {
-    bool warning;
-    char file[256];
-    unsigned line;
-    char text[1024];
-};
-
-struct problems {
-    unsigned n, errors;
-    struct problem list[32]; /* of n, the first */
-};
-
-static void collect(void *arg, const struct config_problem *p)
-{
-    struct problems *problems = arg;
-
-    problems->errors += !p->warning;
-    if (problems->n < 32) {
-        struct problem *copy = &problems->list[problems->n];
-
-        copy->warning = p->warning;
-        copy->line = p->line;
-        snprintf(copy->file, sizeof(copy->file), "%s", p->file);
-        snprintf(copy->text, sizeof(copy->text), "%s", p->text);
-    }
-    problems->n++;
-}
-
-static const char *all_of(const struct problems *p)
-{
-    static char text[65536];
-    size_t n = 0;
-
-    text[0] = '\0';
-    for (unsigned i = 0; i < p->n && i < 32; i++)
-        n += (size_t)snprintf(text + n, sizeof(text) - n, "\n%s:%u: %s: %s", p->list[i].file,
-                              p->list[i].line, p->list[i].warning ? "warning" : "error",
-                              p->list[i].text);
-    return text;
-}
-
-static int load_bytes(const char *text, size_t bytes, struct config **ret, struct problems *p)
-{
-    FILE *f = tmpfile();
-    int r;
-
-    cr_assert_not_null(f);
-    cr_assert_eq(fwrite(text, 1, bytes, f), bytes);
-    rewind(f);
-    memset(p, 0, sizeof(*p));
-    r = config_load_stream(f, "test.conf", ret, collect, p);
-    fclose(f);
-    return r;
-}
-
-static int load(const char *text, struct config **ret, struct problems *p)
-{
-    return load_bytes(text, strlen(text), ret, p);
-}
-
-/* A configuration without problems. */
-static struct config *must_load(const char *text)
-{
-    struct config *config = NULL;
-    struct problems p;
-
-    cr_assert_eq(load(text, &config, &p), 0, "%s%s", text, all_of(&p));
-    cr_assert_eq(p.n, 0, "%s%s", text, all_of(&p));
-    cr_assert_not_null(config);
-    return config;
-}
-
-/* The only problem is in that line and says that. */
-static void assert_problem(const char *text, bool warning, unsigned line, const char *says)
-{
-    struct config *untouched = (struct config *)&untouched, *config = untouched;
-    struct problems p;
-    int r = load(text, &config, &p);
-
-    cr_assert_eq(p.n, 1, "%u problems with:\n%s%s", p.n, text, all_of(&p));
-    cr_assert_eq(p.list[0].warning, warning, "%s%s", text, all_of(&p));
-    cr_assert_eq(p.list[0].line, line, "%s%s", text, all_of(&p));
-    cr_assert_not_null(strstr(p.list[0].text, says), "%s\n%s%s", says, text, all_of(&p));
-    cr_assert_str_eq(p.list[0].file, "test.conf");
-    if (warning) {
-        cr_assert_eq(r, 0);
-        config_free(config);
-    } else {
-        cr_assert_eq(r, -EINVAL);
-        cr_assert_eq(config, untouched, "touched on failure");
-    }
-}
-
-static void assert_error(const char *text, unsigned line, const char *says)
-{
-    assert_problem(text, false, line, says);
-}
-
-/* A configuration whose last line sets one key. */
-static const char *with(const char *section, const char *key, const char *value)
-{
-    static char text[4096];
-    const char *before = MINIMAL "[daemon]\n";
-
-    if (strcmp(section, "space") == 0)
-        before = "[pool s/p]\nslot = 4K\nslots = 200\n[space s]\n";
-    else if (strcmp(section, "pool") == 0)
-        before = MINIMAL;
-    else if (strcmp(section, "socket") == 0)
-        before = MINIMAL "[socket k]\n";
-    else if (strcmp(section, "tenant") == 0)
-        before = MINIMAL "[tenant *]\n";
-    snprintf(text, sizeof(text), "%s%s = %s\n", before, key, value);
-    return text;
-}
-
-static unsigned lines_of(const char *text)
-{
-    unsigned n = 0;
-
-    for (; *text; text++)
-        n += *text == '\n';
-    return n;
-}
-
-static void assert_refused(const char *section, const char *key, const char *value,
-                           const char *says)
-{
-    const char *text = with(section, key, value);
-
-    assert_error(text, lines_of(text), says);
-}
-
-static char *format(const char *fmt, ...) __attribute__((format(printf, 1, 2)));
-
-static char *format(const char *fmt, ...)
-{
-    char *text;
-    va_list ap;
-
-    va_start(ap, fmt);
-    cr_assert_geq(vasprintf(&text, fmt, ap), 0);
-    va_end(ap);
-    return text;
-}
 
 /* ---- defaults and values */
 
@@ -191,6 +32,12 @@ Test(config, fills_in_defaults)
     cr_assert_eq(d->ring_entries_max, 4096);
     cr_assert_eq(d->log_level, LOG_INFO);
     cr_assert_eq(d->log_target, CONFIG_LOG_AUTO);
+    cr_assert_eq(d->fetch_deadline_ns, 2 * SECOND);
+    cr_assert_eq(d->fetch_hold_ns, 5 * SECOND);
+    cr_assert_eq(d->spill_start_ns, 5 * SECOND);
+    cr_assert_eq(d->stop_flush_ns, 10 * SECOND);
+    cr_assert_eq(d->digest_threads, 0);
+    cr_assert_eq(c->store_count, 0);
 
     cr_assert_eq(c->space_count, 1);
     cr_assert_str_eq(c->spaces[0].name, "s");
@@ -250,6 +97,8 @@ static const char all_keys[] = "[daemon]\n"
                                "core_spin = 1.5us\n"
                                "log_level = debug\n"
                                "log_target = journal\n"
+                               "fetch_deadline = 1.5s\nfetch_hold = 0\nspill_start = 1min\n"
+                               "stop_flush = 1h\ndigest_threads = 4\n"
                                "[space a]\n"
                                "scheme = vllm-xxhash-cbor\n"
                                "seed = a = b, c: d\n"
@@ -268,7 +117,11 @@ static const char all_keys[] = "[daemon]\n"
                                "path = /tmp/one\nrole = reader\nspaces = a, b* ,[a-z]?\n"
                                "mode = 600\ngroup = staff\nuids = 0, 1000\nmax_connections = 3\n"
                                "[tenant *]\nmax_resident = 1M\n"
-                               "[tenant 007]\nmax_reserved = 4\n";
+                               "[tenant 007]\nmax_reserved = 4\n"
+                               "[spill a/states/x]\npath = " NOWHERE "/a b\nsize = 1T\n"
+                               "[spill b/kv/y.2]\npath = " NOWHERE "/y\nsize = 2G\n"
+                               "admission = second_touch\nbandwidth = 500M\nwear = 1.5T\n"
+                               "queue_depth = 256\nio = io_uring\nregister_buffers = yes\n";
 
 /* all_keys with one warning: a pattern that matches nothing. */
 static struct config *load_all_keys(void)
@@ -299,6 +152,39 @@ Test(config, takes_every_key_of_daemon)
     cr_assert_eq(c->daemon.core_spin_ns, 1500);
     cr_assert_eq(c->daemon.log_level, LOG_DEBUG);
     cr_assert_eq(c->daemon.log_target, CONFIG_LOG_JOURNAL);
+    cr_assert_eq(c->daemon.fetch_deadline_ns, 3 * SECOND / 2);
+    cr_assert_eq(c->daemon.fetch_hold_ns, 0);
+    cr_assert_eq(c->daemon.spill_start_ns, 60 * SECOND);
+    cr_assert_eq(c->daemon.stop_flush_ns, 3600 * SECOND);
+    cr_assert_eq(c->daemon.digest_threads, 4);
+    config_free(c);
+}
+
+Test(config, takes_every_key_of_stores)
+{
+    struct config *c = load_all_keys();
+    const struct config_store *x = &c->stores[0], *y = &c->stores[1];
+
+    cr_assert_eq(c->store_count, 2);
+    cr_assert_str_eq(x->name, "x");
+    cr_assert_str_eq(x->path, NOWHERE "/a b");
+    cr_assert_eq(x->pool, 1, "[pool a/states] is the second one");
+    cr_assert_eq(x->size, TIB);
+    cr_assert_eq(x->admission, CONFIG_ADMIT_ALL);
+    cr_assert_eq(x->bandwidth, 0);
+    cr_assert_eq(x->wear, 0);
+    cr_assert_eq(x->queue_depth, 8);
+    cr_assert_eq(x->io, CONFIG_IO_AUTO);
+    cr_assert_eq(x->register_buffers, CONFIG_REGISTER_AUTO);
+
+    cr_assert_str_eq(y->name, "y.2");
+    cr_assert_eq(y->pool, 0);
+    cr_assert_eq(y->admission, CONFIG_ADMIT_SECOND_TOUCH);
+    cr_assert_eq(y->bandwidth, 500 * MIB);
+    cr_assert_eq(y->wear, 3 * TIB / 2);
+    cr_assert_eq(y->queue_depth, 256);
+    cr_assert_eq(y->io, CONFIG_IO_URING);
+    cr_assert_eq(y->register_buffers, CONFIG_REGISTER_YES);
     config_free(c);
 }
 
@@ -606,7 +492,9 @@ Test(config, names_the_nearest_key)
                  "unknown key \"weight\" in [tenant NUMBER]; there is max_resident, max_reserved");
     assert_error(MINIMAL "[deamon]\nlog_level = x\nanything = y\n", 5,
                  "unknown section [deamon]; did you mean \"daemon\"?");
-    assert_error(MINIMAL "[cache]\n", 5, "there is daemon, space, pool, socket, tenant");
+    assert_error(MINIMAL "[cache]\n", 5, "there is daemon, space, pool, socket, tenant, spill");
+    assert_error(MINIMAL "wear = 1G\n", 5,
+                 "\"wear\" belongs in [spill SPACE/POOL/NAME], not in [pool SPACE/NAME]");
     assert_error(MINIMAL "[]\n", 5, "unknown section []");
     assert_error("[space llama]\n[pool lama/p]\nslot = 4K\nslots = 1\n"
                  "[pool llama/p]\nslot = 4K\nslots = 1\n",
@@ -634,6 +522,12 @@ Test(config, checks_names)
     assert_error(MINIMAL "[pool s/]\n", 5, "\"\" is not a name");
     assert_error(MINIMAL "[pool /p]\n", 5, "\"\" is not a name");
     assert_error(MINIMAL "[pool s/p/q]\n", 5, "\"p/q\" is not a name");
+    assert_error(MINIMAL "[spill n]\n", 5, "does not say of which space and pool");
+    assert_error(MINIMAL "[spill s/p]\n", 5, "does not say of which space and pool");
+    assert_error(MINIMAL "[spill s/p/]\n", 5, "\"\" is not a name");
+    assert_error(MINIMAL "[spill s//n]\n", 5, "\"\" is not a name");
+    assert_error(MINIMAL "[spill /p/n]\n", 5, "\"\" is not a name");
+    assert_error(MINIMAL "[spill s/p/n/o]\n", 5, "\"n/o\" is not a name");
     assert_error(MINIMAL "[daemon x]\n", 5, "[daemon] takes no name");
     assert_error(MINIMAL "[tenant x]\n", 5, "a tenant is a number up to 4294967295, or *");
     assert_error(MINIMAL "[tenant 4294967296]\n", 5, "a tenant is a number");
@@ -703,6 +597,11 @@ static void assert_limit(const char *each, const char *keys, unsigned limit, con
             for (unsigned i = 0; i < count; i++)
                 n += (size_t)sprintf(text + n, "[socket x%u]\npath = /tmp/%u\n", i, i);
         }
+        if (strcmp(each, "spill s/p/x") == 0) {
+            n = (size_t)sprintf(text, "[space s]\n[pool s/p]\nslot = 4K\nslots = 1\n");
+            for (unsigned i = 0; i < count; i++)
+                n += (size_t)sprintf(text + n, "[spill s/p/x%u]\npath = /x/%u\n%s", i, i, keys);
+        }
         cr_assert_eq(load(text, &c, &p), count > limit ? -EINVAL : 0, "%s%s", each, all_of(&p));
         cr_assert_eq(p.errors, count > limit, "%s", all_of(&p));
         if (count == limit)
@@ -720,6 +619,8 @@ Test(config, limits_the_number_of_sections)
                  "more than 256 sections [pool SPACE/NAME]");
     assert_limit("socket x", "", 64, "more than 64 sections [socket NAME]");
     assert_limit("tenant ", "", 1024, "more than 1024 sections [tenant NUMBER]");
+    assert_limit("spill s/p/x", "size = 4M\n", 256,
+                 "more than 256 sections [spill SPACE/POOL/NAME]");
 }
 
 /* ---- what must fit together */
@@ -880,48 +781,6 @@ Test(config, checks_sockets)
 
 /* ---- files */
 
-static char dir[] = "/tmp/kvd-test-config-XXXXXX";
-
-static void put(const char *name, const char *text)
-{
-    char *path = format("%s/%s", dir, name);
-    FILE *f = fopen(path, "w");
-
-    cr_assert_not_null(f, "%s", path);
-    fputs(text, f);
-    cr_assert_eq(fclose(f), 0);
-    free(path);
-}
-
-static void make_dir(void)
-{
-    char *path;
-
-    cr_assert_not_null(mkdtemp(dir));
-    path = format("%s/conf.d", dir);
-    cr_assert_eq(mkdir(path, 0700), 0);
-    free(path);
-}
-
-static void remove_dir(void)
-{
-    char *command = format("rm -r -- %s", dir);
-
-    cr_assert_eq(system(command), 0);
-    free(command);
-}
-
-static int load_dir(struct config **ret, struct problems *p)
-{
-    char *path = format("%s/kvd.conf", dir);
-    int r;
-
-    memset(p, 0, sizeof(*p));
-    r = config_load(path, ret, collect, p);
-    free(path);
-    return r;
-}
-
 Test(config_files, later_ones_override, .init = make_dir, .fini = remove_dir)
 {
     struct problems p;
@@ -964,11 +823,11 @@ Test(config_files, problems_name_their_file, .init = make_dir, .fini = remove_di
     put("conf.d/b.conf", "\n\n[pool s/p]\nlow_water = 300\n");
     cr_assert_eq(load_dir(&c, &p), -EINVAL);
     cr_assert_eq(p.n, 2, "%s", all_of(&p));
-    path = format("%s/conf.d/a.conf", dir);
+    path = format("%s/conf.d/a.conf", config_dir);
     cr_assert_str_eq(p.list[0].file, path);
     cr_assert_eq(p.list[0].line, 3);
     free(path);
-    path = format("%s/conf.d/b.conf", dir);
+    path = format("%s/conf.d/b.conf", config_dir);
     cr_assert_str_eq(p.list[1].file, path);
     cr_assert_eq(p.list[1].line, 4);
     free(path);
@@ -987,12 +846,12 @@ Test(config_files, unreadable_ones_are_errors, .init = make_dir, .fini = remove_
     cr_assert_eq(c, untouched);
 
     memset(&p, 0, sizeof(p));
-    cr_assert_eq(config_load(dir, &c, collect, &p), -EISDIR);
+    cr_assert_eq(config_load(config_dir, &c, collect, &p), -EISDIR);
     cr_assert_eq(p.errors, 1, "%s", all_of(&p));
     cr_assert_eq(c, untouched);
 
     put("kvd.conf", MINIMAL);
-    path = format("%s/conf.d/x.conf", dir);
+    path = format("%s/conf.d/x.conf", config_dir);
     cr_assert_eq(symlink("/nowhere/at/all", path), 0);
     cr_assert_eq(load_dir(&c, &p), -EINVAL, "%s", all_of(&p));
     cr_assert_eq(p.errors, 1);
@@ -1009,7 +868,7 @@ Test(config_files, unreadable_ones_are_errors, .init = make_dir, .fini = remove_
 
 Test(config_files, no_conf_d_is_fine, .init = make_dir, .fini = remove_dir)
 {
-    char *path = format("%s/conf.d", dir);
+    char *path = format("%s/conf.d", config_dir);
     struct problems p;
     struct config *c;
 
@@ -1027,7 +886,7 @@ Test(config_files, a_relative_path_has_its_conf_d, .init = make_dir, .fini = rem
 
     put("kvd.conf", MINIMAL);
     put("conf.d/a.conf", "[daemon]\nlog_level = debug\n");
-    cr_assert_eq(chdir(dir), 0);
+    cr_assert_eq(chdir(config_dir), 0);
     cr_assert_eq(config_load("kvd.conf", &c, collect, &p), 0, "%s", all_of(&p));
     cr_assert_eq(c->daemon.log_level, LOG_DEBUG);
     config_free(c);
@@ -1147,6 +1006,9 @@ Test(config_documentation, written_defaults_are_the_defaults)
         if (strcmp(info.section, "socket") == 0) { /* with a section there is but one socket */
             config_free(expected);
             expected = must_load(MINIMAL "[socket k]\n");
+        } else if (strcmp(info.section, "spill") == 0) {
+            config_free(expected);
+            expected = must_load(MINIMAL STORE);
         }
         cr_assert_eq(memcmp(c, expected, sizeof(*c)), 0, "%s", text);
         config_free(c);
@@ -1187,6 +1049,7 @@ Test(config_documentation, everything_in_the_example_is_valid)
     cr_assert_eq(c->pool_count, 3);
     cr_assert_eq(c->socket_count, 3);
     cr_assert_eq(c->tenant_count, 1);
+    cr_assert_eq(c->store_count, 2);
     config_free(c);
     free(text);
 }
@@ -1278,7 +1141,7 @@ Test(config_documentation, every_key_is_in_the_manual_with_its_default)
 
 Test(config_documentation, the_manual_has_no_other_keys)
 {
-    static const char *const kinds[] = {"daemon", "space", "pool", "socket", "tenant"};
+    static const char *const kinds[] = {"daemon", "space", "pool", "socket", "tenant", "spill"};
     char *text = slurp("docs/man/kvd.conf.5"), key[64];
     struct config_key_info info;
     size_t keys = 0, tags = 0;

@@ -34,7 +34,7 @@ CORE_TEST(a_committed_object_is_found_and_a_reserved_one_is_pending)
     uint8_t state;
 
     cr_assert_eq(world_reserve(a, &k, NULL, &r), RESERVE_NEW);
-    shm_lookup(w.pool->index, &k, 1, 1, &state);
+    shm_lookup(w.pool->index, NULL, &k, 1, 1, &state);
     cr_assert_eq(state, SHM_FOUND_PENDING);
     cr_assert_eq(world_reserve(a, &k, NULL, &again), RESERVE_PENDING);
     cr_assert_eq(world_commit(a, r.ticket, 0), 0);
@@ -312,7 +312,7 @@ CORE_TEST(a_reset_makes_the_old_epoch_unreachable_and_uncommittable)
     space_reset(w.space);
     cr_assert_eq(w.space->epoch, 2u);
     cr_assert_not(world_has(w.pool, &k[0]));
-    cr_assert_eq(shm_lookup(w.pool->index, k, 1, 1, NULL), 0u, "nor under the old epoch");
+    cr_assert_eq(shm_lookup(w.pool->index, NULL, k, 1, 1, NULL), 0u, "nor under the old epoch");
     cr_assert_eq(world_commit(a, r.ticket, 0), -ESTALE);
     pool_reserve(w.pool, a, &k[0], NULL, 1, 0, &stale);
     cr_assert_eq(stale.status, -ESTALE);

@@ -1,0 +1,382 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/*
+ * Write-behind: what is committed is written to a store before its memory is needed, in the order of
+ * commits, parents first.
+ *
+ * I2: an object whose parent is in ram but not stored takes its parent along, before itself; one whose
+ * parent a writer has only reserved waits for it; one whose parent is in no tier is not written, since
+ * nobody could reach it.
+ *
+ * While its data is being read by the device, the slot is held by the pool's own pins, so eviction passes it
+ * over like any other pinned one.
+ */
+#include <errno.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "daemon/spill/engine.h"
+
+/* Objects of one store that are being written; many only when they are small. */
+#define WRITES_MAX 256u
+
+static void set_state(struct spill *s, uint32_t slot, enum spilled state)
+{
+    s->slots[slot].state = (uint8_t)state;
+}
+
+static void enqueue(struct spill *s, uint32_t slot)
+{
+    set_state(s, slot, SPILLED_QUEUED);
+    slot_list_push_back(&s->queue, s->links, slot);
+}
+
+/* Out of whatever list it is in. */
+static void dequeue(struct spill *s, uint32_t slot)
+{
+    if (s->slots[slot].state == SPILLED_QUEUED)
+        slot_list_remove(&s->queue, s->links, slot);
+    else if (s->slots[slot].state == SPILLED_BLOCKED)
+        slot_list_remove(&s->blocked, s->links, slot);
+    set_state(s, slot, SPILLED_NO);
+}
+
+static bool admits(const struct store *st, const struct spill_slot *x)
+{
+    return !st->second_touch || x->touched;
+}
+
+static bool wanted(const struct spill *s, uint32_t slot)
+{
+    for (uint32_t i = 0; i < s->n_stores; i++)
+        if (s->stores[i]->state != STORE_OFFLINE && admits(s->stores[i], &s->slots[slot]))
+            return true;
+    return false;
+}
+
+static void consider(struct spill *s, uint32_t slot)
+{
+    if (s->slots[slot].state == SPILLED_NO && !s->nvme->stopping && wanted(s, slot))
+        enqueue(s, slot);
+}
+
+void spill_unblock(struct spill *s)
+{
+    uint32_t slot;
+
+    while ((slot = s->blocked.first) != SLOT_NONE) {
+        slot_list_remove(&s->blocked, s->links, slot);
+        enqueue(s, slot);
+    }
+}
+
+void spill_committed(struct pool *p, uint32_t slot)
+{
+    struct spill *s = p->spill;
+
+    if (!s)
+        return;
+    s->slots[slot] = (struct spill_slot){.record = NO_RECORD};
+    consider(s, slot);
+    spill_unblock(s);
+}
+
+void spill_touched(struct pool *p, uint32_t slot)
+{
+    struct spill *s = p->spill;
+
+    if (!s || p->table->slots[slot].state != SHM_SLOT_LIVE)
+        return;
+    s->slots[slot].touched = true;
+    consider(s, slot);
+}
+
+void spill_left(struct pool *p, uint32_t slot, bool forget)
+{
+    struct spill *s = p->spill;
+    struct spill_slot *x = s ? &s->slots[slot] : NULL;
+
+    if (!x)
+        return;
+    switch ((enum spilled)x->state) {
+    case SPILLED_STORED:
+        s->stats.evicted_clean += !forget;
+        s->records[x->record].slot = SLOT_NONE;
+        if (forget)
+            record_forget(s, x->record);
+        else
+            record_touch(s, x->record);
+        break;
+    case SPILLED_WRITING: /* its data is out, its record is not: that goes on without the slot */
+        s->stats.evicted_clean += !forget;
+        x->transfer->slot = SLOT_NONE;
+        x->transfer->cancelled = forget;
+        break;
+    case SPILLED_QUEUED:
+    case SPILLED_BLOCKED:
+        s->stats.evicted_unspilled += !forget;
+        dequeue(s, slot);
+        break;
+    case SPILLED_NO:
+    case SPILLED_READING:
+        break;
+    }
+    *x = (struct spill_slot){.record = NO_RECORD};
+    spill_unblock(s); /* a child that waited for it waits no more */
+}
+
+/* ---- beginning */
+
+enum verdict {
+    WRITE_NOW,
+    WRITE_PARENT, /* first: *ret_parent */
+    WRITE_LATER,
+    WRITE_NEVER,
+};
+
+/* What must be done about the parent of an object that is to be written. */
+static enum verdict judge(struct spill *s, uint32_t slot, uint32_t *ret_parent,
+                          uint32_t *ret_record)
+{
+    struct pool *p = s->pool;
+    const struct shm_meta *m = &p->metas->metas[slot];
+    struct shm_entry *e = m->has_parent ? index_find(p->index, &m->parent, m->epoch) : NULL;
+    uint32_t up = e ? shm_word_slot(shm_load64(&e->word)) : SLOT_NONE;
+
+    *ret_record = NO_RECORD;
+    if (!m->has_parent || up == slot)
+        return WRITE_NOW;
+    if (up != SLOT_NONE && s->slots[up].state == SPILLED_WRITING)
+        *ret_record = s->slots[up].transfer->record;
+    else
+        *ret_record = record_find(s, &m->parent, m->epoch);
+    if (*ret_record != NO_RECORD)
+        return WRITE_NOW;
+    if (up == SLOT_NONE)
+        return WRITE_NEVER;
+    if (p->table->slots[up].state != SHM_SLOT_LIVE)
+        return WRITE_LATER;
+    *ret_parent = up;
+    return WRITE_PARENT;
+}
+
+/* The topmost ancestor that is in ram but in no store; or the slot itself. */
+static enum verdict topmost(struct spill *s, uint32_t *slot, uint32_t *ret_record)
+{
+    uint32_t parent = SLOT_NONE;
+    enum verdict v;
+
+    for (uint32_t steps = 0; steps < s->pool->slots; steps++) {
+        v = judge(s, *slot, &parent, ret_record);
+        if (v != WRITE_PARENT)
+            return v;
+        *slot = parent;
+    }
+    return WRITE_NEVER; /* parents in a circle: their writer talks nonsense */
+}
+
+static void fill_meta(const struct pool *p, uint32_t slot, struct transfer *t)
+{
+    const struct shm_meta *m = &p->metas->metas[slot];
+
+    t->meta = (struct format_record){
+        .key = m->key,
+        .parent = m->parent,
+        .has_parent = m->has_parent,
+        .checksum = m->checksum,
+        .layout = m->layout,
+        .position = m->position,
+        .bytes = m->bytes,
+        .epoch = m->epoch,
+        .generation = t->use,
+        .tenant = m->tenant,
+        .user_bytes = m->user_bytes,
+    };
+    memcpy(t->user, m->user, sizeof(t->user));
+}
+
+static void hold(struct pool *p, uint32_t slot, int by)
+{
+    struct shm_pin *pin = &p->held->pins[slot];
+
+    atomic_store_explicit(&pin->count, shm_load32(&pin->count) + (uint32_t)by,
+                          memory_order_relaxed);
+}
+
+static int begin(struct store *st, uint32_t slot, uint32_t parent)
+{
+    struct spill *s = st->spill;
+    struct transfer *t;
+    uint32_t r = record_take(st);
+    int e;
+
+    if (r == NO_RECORD)
+        return -ENOSPC;
+    e = transfer_new(st, TRANSFER_WRITE, r, slot, s->pool->metas->metas[slot].bytes, &t);
+    if (e < 0) {
+        record_free(s, r);
+        return e;
+    }
+    fill_meta(s->pool, slot, t);
+    if (parent != NO_RECORD) {
+        t->parent = parent;
+        t->parent_use = s->records[parent].use;
+    }
+    hold(s->pool, slot, 1);
+    s->slots[slot].transfer = t;
+    set_state(s, slot, SPILLED_WRITING);
+    s->writing++;
+    list_append(&st->writes, &t->in_store);
+    pieces_begin(st);
+    return 0;
+}
+
+static bool takes_more(const struct store *st, const struct spill_slot *x)
+{
+    return store_writable(st) && admits(st, x) && list_empty(&st->writes) &&
+           st->n_transfers < WRITES_MAX && st->in_io < st->depth &&
+           st->busy_pieces < st->n_pieces * 3 / 4;
+}
+
+/* The store that takes it; NULL: none now. *ret_ever: some may later. */
+static struct store *choose(struct spill *s, uint32_t slot, bool *ret_ever)
+{
+    const struct pool *p = s->pool;
+
+    *ret_ever = false;
+    for (uint32_t i = 0; i < s->n_stores; i++) {
+        struct store *st = s->stores[(s->next_store + i) % s->n_stores];
+
+        if (st->state == STORE_OFFLINE || st->read_only || !admits(st, &s->slots[slot]))
+            continue;
+        *ret_ever = true;
+        if (takes_more(st, &s->slots[slot]) &&
+            store_may_write(st, p->metas->metas[slot].bytes * p->parts)) {
+            s->next_store = (s->next_store + i + 1) % s->n_stores;
+            return st;
+        }
+    }
+    return NULL;
+}
+
+/* False: nothing more can be begun now. */
+static bool begin_next(struct spill *s)
+{
+    uint32_t first = s->queue.first, slot = first, parent;
+    struct store *st;
+    bool ever;
+    enum verdict v;
+
+    if (s->pool->table->slots[first].epoch != s->pool->space->epoch) {
+        dequeue(s, first);
+        return true;
+    }
+    v = topmost(s, &slot, &parent);
+    if (v == WRITE_LATER) {
+        dequeue(s, first);
+        set_state(s, first, SPILLED_BLOCKED);
+        slot_list_push_back(&s->blocked, s->links, first);
+        return true;
+    }
+    if (v == WRITE_NEVER) {
+        dequeue(s, slot);
+        dequeue(s, first);
+        s->stats.orphans++;
+        return true;
+    }
+    st = choose(s, slot, &ever);
+    if (!st && ever)
+        return false;
+    dequeue(s, slot);
+    if (!st || begin(st, slot, parent) < 0)
+        s->stats.refused++;
+    return true;
+}
+
+void writes_run(struct spill *s)
+{
+    uint32_t most = 1024;
+
+    while (s->queue.n && most-- && begin_next(s))
+        ;
+}
+
+/* ---- ending */
+
+static void give_up(struct transfer *t, int error)
+{
+    struct spill *s = t->store->spill;
+
+    if (error == -ENOSPC)
+        store_failed(t->store, error, NULL, "no space is left on its file system");
+    if (error != -ENODATA)
+        store_count(t->store, error);
+    else
+        s->stats.orphans++;
+    if (t->slot != SLOT_NONE)
+        s->slots[t->slot] = (struct spill_slot){.record = NO_RECORD, .touched = true};
+    record_free(s, t->record);
+    s->writing--;
+    transfer_free(t);
+}
+
+void write_pieces_done(struct transfer *t)
+{
+    struct spill *s = t->store->spill;
+    struct pool *p = s->pool;
+
+    hold(p, t->slot, -1);
+    if (t->error == -EFAULT)
+        space_offline(p->space, "a writer has truncated the memory of its pool");
+    if (t->error || t->store->state != STORE_ONLINE) {
+        give_up(t, t->error ? t->error : -ECANCELED);
+        return;
+    }
+    t->meta.digest =
+        format_digest(&t->meta, &t->store->file.super, t->user, t->digests, t->n_pieces);
+    sector_write(t, t->meta.user_bytes > 0);
+}
+
+static void stored(struct transfer *t)
+{
+    struct store *st = t->store;
+    struct spill *s = st->spill;
+    uint32_t slot = t->slot;
+
+    if (slot != SLOT_NONE) {
+        s->slots[slot].state = SPILLED_STORED;
+        s->slots[slot].record = t->record;
+        s->slots[slot].transfer = NULL;
+        s->records[t->record].slot = slot;
+    }
+    st->stats.written_objects++;
+    st->stats.written_bytes += t->meta.bytes * s->pool->parts;
+    store_count(st, 0);
+    s->writing--;
+    transfer_free(t);
+}
+
+void write_recorded(struct transfer *t, bool user, int error)
+{
+    struct spill *s = t->store->spill;
+    uint32_t r = t->record;
+
+    if (!error && user) {
+        sector_write(t, false);
+        return;
+    }
+    if (!error && !t->cancelled && t->meta.epoch == s->pool->space->epoch &&
+        t->store->state == STORE_ONLINE)
+        error = record_store(s, r, &t->meta);
+    else if (!error)
+        error = -ECANCELED;
+    if (error) {
+        struct store *st = t->store;
+        bool erase = t->cancelled;
+
+        give_up(t, error == -EEXIST ? -ECANCELED : error);
+        if (erase)
+            sector_erase(st, r);
+        return;
+    }
+    stored(t);
+}
