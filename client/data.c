@@ -44,8 +44,8 @@ ssize_t kvd_lookup(const struct kvd_pool *pool, const struct kvd_key *keys, size
             memset(ret_states, KVD_MISS, n);
         return 0;
     }
-    return (ssize_t)shm_lookup(pool->view->index, (const struct shm_key *)keys, n, epoch_of(pool),
-                               ret_states);
+    return (ssize_t)shm_lookup(pool->view->index, pool->view->nvme, (const struct shm_key *)keys, n,
+                               epoch_of(pool), ret_states);
 }
 
 ssize_t kvd_observe(struct kvd_pool *pool, const struct kvd_key *keys, size_t n)

@@ -14,9 +14,11 @@
 #include <string.h>
 
 enum {
-    UNANSWERED = 1, /* status of a commit; an answer is 0 or negative */
     ABORT_TICKETS = 64,
 };
+
+/* user_data of requests without completion: should a daemon answer them, it fits no flight. */
+#define NO_TAG UINT64_MAX
 
 /* ---- making */
 
@@ -53,8 +55,10 @@ int rings_new(const int fds[2], const uint8_t instance[16], struct rings *ret)
     if (err == 0) {
         entries = (uint32_t)r.session->header.count;
         r.n_flights = 2 * entries;
+        r.n_held = r.n_flights;
         r.flights = calloc(r.n_flights, sizeof(*r.flights));
-        err = r.flights ? 0 : -ENOMEM;
+        r.held = calloc(r.n_held, sizeof(*r.held));
+        err = r.flights && r.held ? 0 : -ENOMEM;
     }
     if (err < 0) {
         rings_free(&r, false);
@@ -75,6 +79,7 @@ void rings_free(struct rings *r, bool forked)
         segment_unmap(&r->session_map);
     }
     free(r->flights);
+    free(r->held);
     *r = (struct rings){.done_first = NO_FLIGHT, .done_last = NO_FLIGHT, .free_first = NO_FLIGHT};
 }
 
@@ -193,7 +198,7 @@ static int32_t sane_status(const struct flight *f, int32_t status)
 {
     if (status < 0)
         return status;
-    if (f->reserve)
+    if (f->op == SHM_RESERVE)
         return status >= KVD_NEW && status <= KVD_PRESENT ? status : -EPROTO;
     return status == 0 ? 0 : -EPROTO;
 }
@@ -203,54 +208,74 @@ static void answer_batch(struct flight *f, const struct shm_completion *c)
     struct batch *b = f->batch;
     int32_t status = sane_status(f, c->status);
 
-    if (b->reserve && status == KVD_NEW && c->slot >= b->pool->info.slots)
+    if (f->op == SHM_RESERVE && status == KVD_NEW && c->slot >= b->pool->info.slots)
         status = -EPROTO;
-    if (b->reserve)
+    if (f->op == SHM_RESERVE)
         b->reservations[f->index] = (struct kvd_reservation){
             .status = status,
             .slot = status == KVD_NEW ? c->slot : SHM_NO_SLOT,
             .ticket = status == KVD_NEW ? c->ticket : 0,
         };
-    else
+    else if (f->op == SHM_COMMIT)
         b->results[f->index].status = status;
+    else
+        b->statuses[f->index] = status;
     atomic_fetch_add_explicit(&b->done, 1, memory_order_release); /* pairs with batch_done() */
+}
+
+/* What the daemon holds for a fetch that is over can be let go by its tag. */
+static void hold(struct rings *r, const struct flight *f)
+{
+    r->held[r->next_held] = (struct kept){
+        .tag = flight_tag(r, f), .user_data = f->done.user_data, .pool = f->pool, .valid = true};
+    r->next_held = (r->next_held + 1) % r->n_held;
 }
 
 static void answer_async(struct rings *r, struct flight *f, const struct shm_completion *c)
 {
     f->done.status = sane_status(f, c->status);
-    f->done.slot = f->reserve && f->done.status == KVD_NEW ? c->slot : SHM_NO_SLOT;
-    f->done.ticket = f->reserve && f->done.status != KVD_NEW ? 0 : c->ticket;
+    f->done.slot = f->op == SHM_RESERVE && f->done.status == KVD_NEW ? c->slot : SHM_NO_SLOT;
+    f->done.ticket = f->op == SHM_FETCH                                  ? 0
+                     : f->op == SHM_RESERVE && f->done.status != KVD_NEW ? 0
+                                                                         : c->ticket;
     f->batch = NULL;
+    if (f->op == SHM_FETCH && f->done.status == 0 && !f->cancelled)
+        hold(r, f);
     done_push(r, f);
 }
 
 /* `batch` of a DONE flight that was given up without an answer; never followed. */
 static struct batch *const unanswered = (struct batch *)1;
 
-static void settle(struct kvd *kvd, const struct shm_completion *c)
+/* True: somebody in handle_lock_last() may have been waiting for this. */
+static bool settle(struct kvd *kvd, const struct shm_completion *c)
 {
     struct rings *r = &kvd->rings;
     struct flight *f = flight_of(r, c->user_data);
+    bool fetch;
 
+    /* Answered before: a daemon that died between answering and taking the request back. */
     if (!f || (f->state == FLIGHT_DONE && f->batch != unanswered))
-        return; /* answered before: a daemon that died between answering and taking the request back
-                 */
+        return false;
+    fetch = f->op == SHM_FETCH;
+    r->n_open--;
+    r->n_fetches -= fetch;
     if (f->state == FLIGHT_SYNC) {
         answer_batch(f, c);
         flight_put(r, f);
-        return;
+        return fetch;
     }
     if (f->state == FLIGHT_ASYNC) {
         answer_async(r, f, c);
-        return;
+        return false;
     }
-    if (f->reserve && c->status == KVD_NEW)
+    if (f->op == SHM_RESERVE && c->status == KVD_NEW)
         orphan(kvd, f->pool, c->ticket);
     if (f->state == FLIGHT_DONE)
         f->batch = NULL;
     else
         flight_put(r, f);
+    return false;
 }
 
 /* The caller holds ring_lock. */
@@ -258,6 +283,7 @@ static int collect(struct kvd *kvd)
 {
     struct rings *r = &kvd->rings;
     int64_t n = r->session ? shm_ring_waiting(&r->completions) : 0;
+    bool answered = false;
 
     if (n < 0)
         return (int)n;
@@ -265,11 +291,52 @@ static int collect(struct kvd *kvd)
         struct shm_completion c =
             r->completion[shm_ring_at(&r->completions, r->completions.mine + i)];
 
-        settle(kvd, &c);
+        answered |= settle(kvd, &c);
     }
     if (n)
         shm_ring_consume(&r->completions, (uint32_t)n);
+    if (answered)
+        handle_answered(kvd);
     return 0;
+}
+
+/* ---- cancelling */
+
+/* Requests to give up fetches, one for each run of consecutive tags. */
+struct cancel {
+    struct rings *r;
+    uint32_t pool;
+    uint64_t tag, n;
+};
+
+static void cancel_post(struct cancel *c)
+{
+    struct rings *r = c->r;
+    struct shm_request *q;
+
+    if (!c->n)
+        return;
+    q = &r->session->request[shm_ring_at(&r->requests, r->requests.mine)];
+    *q = (struct shm_request){.op = SHM_CANCEL, .pool = c->pool, .user_data = NO_TAG};
+    q->cancel.user_data = c->tag;
+    q->cancel.n = c->n;
+    shm_ring_produce(&r->requests, 1); /* W1 */
+}
+
+/* False: no room. There always is for what was taken. */
+static bool cancel_add(struct cancel *c, uint32_t pool, uint64_t tag)
+{
+    if (c->n && c->pool == pool && c->tag + c->n == tag) {
+        c->n++;
+        return true;
+    }
+    if (shm_ring_room(&c->r->requests) < (c->n ? 2u : 1u))
+        return false;
+    cancel_post(c);
+    c->pool = pool;
+    c->tag = tag;
+    c->n = 1;
+    return true;
 }
 
 /* ---- a session ends */
@@ -300,11 +367,25 @@ static void give_up(struct rings *r)
     }
 }
 
+/* Nobody wants what fetches would bring: should the daemon take the session up again, it finds that in
+ * the ring. */
 void rings_give_up(struct kvd *kvd)
 {
+    struct rings *r = &kvd->rings;
+    struct cancel c = {.r = r};
+
     pthread_mutex_lock(&kvd->ring_lock);
     collect(kvd); /* what was answered before */
-    give_up(&kvd->rings);
+    give_up(r);
+    for (uint32_t i = 0; i < r->n_flights; i++) {
+        struct flight *f = &r->flights[i];
+
+        if (f->op == SHM_FETCH && !f->cancelled &&
+            (f->state == FLIGHT_ABANDONED || f->batch == unanswered))
+            f->cancelled = cancel_add(&c, f->pool, flight_tag(r, f));
+    }
+    cancel_post(&c);
+    handle_answered(kvd);
     pthread_mutex_unlock(&kvd->ring_lock);
 }
 
@@ -348,6 +429,7 @@ void rings_replace(struct kvd *kvd, struct rings *fresh)
         old = kvd->rings;
         give_up(&old);
         inherit(fresh, &old);
+        handle_answered(kvd);
     }
     kvd->rings = *fresh;
     pthread_mutex_unlock(&kvd->ring_lock);
@@ -356,14 +438,31 @@ void rings_replace(struct kvd *kvd, struct rings *fresh)
 
 /* ---- posting */
 
+static uint32_t least(uint32_t a, uint32_t b)
+{
+    return a < b ? a : b;
+}
+
+static uint32_t less(uint32_t a, uint32_t b)
+{
+    return a > b ? a - b : 0;
+}
+
+/* Never more in flight than the completion ring takes: the daemon answers fetches when they are done,
+ * and must find room then. Half of it is not for them, so that publishing goes on while a device is
+ * slow. */
 static uint32_t room(const struct rings *r, const struct batch *b, uint32_t most)
 {
-    uint32_t n = shm_ring_room(&r->requests), i = r->free_first, spare = 0;
+    uint32_t entries = r->requests.entries;
+    uint32_t n = least(shm_ring_room(&r->requests), most), i = r->free_first, spare = 0;
 
-    if (b->async && r->requests.entries - r->n_async < n)
-        n = r->requests.entries > r->n_async ? r->requests.entries - r->n_async : 0;
-    if (n > most)
-        n = most;
+    if (b->op == SHM_CANCEL)
+        return n;
+    n = least(n, less(entries, r->n_open));
+    if (b->op == SHM_FETCH)
+        n = least(n, less(entries / 2, r->n_fetches));
+    if (b->async)
+        n = least(n, less(entries, r->n_async));
     for (; spare < n && i != NO_FLIGHT; spare++)
         i = r->flights[i].next;
     return spare;
@@ -399,6 +498,25 @@ static void write_commit(struct shm_request *q, const struct batch *b, size_t i)
         memcpy(q->commit.user, w->user, w->user_bytes);
 }
 
+uint32_t batch_fetch_ms(const struct batch *b)
+{
+    uint64_t now = b->until_ns ? frame_clock() : 0;
+
+    if (!b->until_ns)
+        return 0;
+    return b->until_ns > now + 1000000 ? (uint32_t)((b->until_ns - now) / 1000000) : 1;
+}
+
+/* `first`: of those that are posted at once. A chain that is posted in several goes is broken off here
+ * if one of them has failed, so that the next go need not lean on what lies before it in the ring, which
+ * may be another thread's. */
+static void write_fetch(struct shm_request *q, const struct batch *b, size_t i, bool first)
+{
+    q->op = SHM_FETCH;
+    q->flags = b->fetch->chain && !first ? SHM_GOES_ON : 0;
+    memcpy(&q->fetch.key, &b->fetch->keys[i], sizeof(q->fetch.key));
+}
+
 static struct flight *flight_get(struct rings *r, struct batch *b, size_t i)
 {
     struct flight *f = &r->flights[r->free_first];
@@ -406,11 +524,15 @@ static struct flight *flight_get(struct rings *r, struct batch *b, size_t i)
     r->free_first = f->next;
     f->state = b->async ? FLIGHT_ASYNC : FLIGHT_SYNC;
     f->pool = b->pool->id;
-    f->reserve = b->reserve != NULL;
+    f->op = b->op;
+    f->async = b->async;
+    f->cancelled = false;
     f->index = (uint32_t)i;
     f->batch = b->async ? NULL : b;
     f->done.user_data = b->user_data + i;
     r->n_async += b->async;
+    r->n_open++;
+    r->n_fetches += b->op == SHM_FETCH;
     return f;
 }
 
@@ -418,6 +540,7 @@ static struct flight *flight_get(struct rings *r, struct batch *b, size_t i)
 static void post(struct rings *r, struct batch *b, uint32_t n)
 {
     uint32_t epoch = atomic_load(&b->pool->space->epoch);
+    uint32_t ms = b->op == SHM_FETCH ? batch_fetch_ms(b) : 0;
 
     for (uint32_t k = 0; k < n; k++) {
         size_t i = b->posted + k;
@@ -429,10 +552,14 @@ static void post(struct rings *r, struct batch *b, uint32_t n)
             .epoch = epoch,
             .user_data = flight_tag(r, flight_get(r, b, i)),
         };
-        if (b->reserve)
+        if (b->op == SHM_RESERVE) {
             write_reserve(q, b, i);
-        else
+        } else if (b->op == SHM_COMMIT) {
             write_commit(q, b, i);
+        } else {
+            write_fetch(q, b, i, k == 0);
+            q->fetch.deadline_ms = ms;
+        }
     }
     b->posted += n;
     shm_ring_produce(&r->requests, n); /* W1 */
@@ -469,6 +596,11 @@ static bool batch_done(const struct batch *b)
     return atomic_load_explicit(&b->done, memory_order_acquire) == b->posted;
 }
 
+bool batch_in_flight(const struct batch *b)
+{
+    return !atomic_load(&b->error) && !batch_done(b);
+}
+
 bool batch_settled(struct kvd *kvd, struct batch *b, bool try_only)
 {
     int r = try_only ? pthread_mutex_trylock(&kvd->ring_lock) : pthread_mutex_lock(&kvd->ring_lock);
@@ -485,21 +617,97 @@ bool batch_settled(struct kvd *kvd, struct batch *b, bool try_only)
     return settled;
 }
 
+/* ---- giving up */
+
+/* An asynchronous fetch that the daemon may still be at. */
+static bool cancellable(const struct flight *f)
+{
+    return f->op == SHM_FETCH && f->async && !f->cancelled &&
+           (f->state == FLIGHT_ASYNC || f->state == FLIGHT_ABANDONED ||
+            (f->state == FLIGHT_DONE && f->batch == unanswered));
+}
+
+/* 1: there are more, and no room. */
+static int cancel_flights(struct cancel *c, uint32_t pool, uint64_t user_data, uint64_t n)
+{
+    struct rings *r = c->r;
+
+    for (uint32_t i = 0; i < r->n_flights; i++) {
+        struct flight *f = &r->flights[i];
+
+        if (!cancellable(f) || f->pool != pool || f->done.user_data - user_data >= n)
+            continue;
+        if (!cancel_add(c, f->pool, flight_tag(r, f)))
+            return 1;
+        f->cancelled = true;
+    }
+    return 0;
+}
+
+static int cancel_held(struct cancel *c, uint32_t pool, uint64_t user_data, uint64_t n)
+{
+    for (uint32_t i = 0; i < c->r->n_held; i++) {
+        struct kept *h = &c->r->held[i];
+
+        if (!h->valid || h->pool != pool || h->user_data - user_data >= n)
+            continue;
+        if (!cancel_add(c, h->pool, h->tag))
+            return 1;
+        h->valid = false;
+    }
+    return 0;
+}
+
+int rings_cancel(struct kvd_pool *pool, uint64_t user_data, uint64_t n)
+{
+    struct kvd *kvd = pool->kvd;
+    struct cancel c = {.r = &kvd->rings};
+    bool wake = false;
+    int more = 0;
+
+    pthread_mutex_lock(&kvd->ring_lock);
+    if (!atomic_load(&pool->space->stale)) { /* else they have ended with their session */
+        collect(kvd);
+        more = cancel_flights(&c, pool->id, user_data, n);
+        if (!more)
+            more = cancel_held(&c, pool->id, user_data, n);
+        wake = c.n > 0;
+        cancel_post(&c);
+        wake = wake && shm_must_wake(&kvd->rings.core->sleeping); /* W2, W3 */
+    }
+    pthread_mutex_unlock(&kvd->ring_lock);
+    if (wake && control_wake(kvd->control) < 0) /* W4 */
+        return -ENOTCONN;
+    return more;
+}
+
+/* Fetches are given up as far as there is room; others end soon. */
 void batch_abandon(struct kvd *kvd, struct batch *b)
 {
     struct rings *r = &kvd->rings;
+    struct cancel c = {.r = r};
+    bool wake;
 
     pthread_mutex_lock(&kvd->ring_lock);
     for (uint32_t i = 0; i < r->n_flights; i++) {
-        if (r->flights[i].batch != b)
+        struct flight *f = &r->flights[i];
+
+        if (f->batch != b)
             continue;
-        r->flights[i].state = FLIGHT_ABANDONED;
-        r->flights[i].batch = NULL;
+        f->state = FLIGHT_ABANDONED;
+        f->batch = NULL;
+        if (b->op == SHM_FETCH)
+            f->cancelled = cancel_add(&c, f->pool, flight_tag(r, f));
     }
     for (size_t i = 0; b->reserve && i < b->posted; i++)
         if (b->reservations[i].status == KVD_NEW && b->incarnation == kvd->incarnation)
             orphan(kvd, b->pool->id, b->reservations[i].ticket);
+    wake = c.n > 0;
+    cancel_post(&c);
+    wake = wake && shm_must_wake(&r->core->sleeping); /* W2, W3 */
     pthread_mutex_unlock(&kvd->ring_lock);
+    if (wake)
+        control_wake(kvd->control); /* W4; should it fail, the next connection is wake-up enough */
 }
 
 /* Requests that the core has left in the ring, because there was no room for their answers, are not
@@ -507,6 +715,16 @@ void batch_abandon(struct kvd *kvd, struct batch *b)
 static bool stuck(const struct rings *r)
 {
     return shm_ring_room(&r->requests) < r->requests.entries && shm_must_wake(&r->core->sleeping);
+}
+
+bool rings_have_done(struct kvd *kvd)
+{
+    bool have;
+
+    pthread_mutex_lock(&kvd->ring_lock);
+    have = kvd->rings.n_done > 0;
+    pthread_mutex_unlock(&kvd->ring_lock);
+    return have;
 }
 
 ssize_t rings_expect(struct kvd *kvd)

@@ -7,7 +7,11 @@
  *   handle_lock()  the control connection, the lists of spaces and views. Held across round trips,
  * so it can be waited for with a deadline; `gate` guards only who holds it. ring_lock      the
  * session segment, flights, orphans. Held for moments, never across a system call. error_lock the
- * sentence.
+ * sentence. `gate` is taken last, inside of ring_lock too.
+ *
+ * A fetch takes as long as a device does. Who waits for one sleeps on the socket with handle_lock() as
+ * the others do, but leaves it to them when they come (handle_lock_last()), and finds its answers all
+ * the same: whoever takes completions from the ring takes everybody's.
  *
  * The data path (kvd_lookup, kvd_pin, release) takes none: it reads struct kvd_pool and struct
  * view, which change only in kvd_space_refresh() and kvd_space_close(), and those run beside
@@ -56,7 +60,8 @@ struct view {
     const struct shm_index *index; /* NULL: unmapped */
     const struct shm_metas *metas;
     struct shm_pins *pins;
-    struct segment_mapping index_map, metas_map, pins_map;
+    const struct shm_index *nvme; /* NULL: the pool has no stores */
+    struct segment_mapping index_map, metas_map, pins_map, nvme_map;
     struct segment_reservation *read, *write; /* [parts] each; base NULL: not mapped */
 };
 
@@ -88,13 +93,23 @@ struct flight {
     uint32_t generation;
     uint32_t next; /* of the free or the done list */
     uint32_t pool;
-    bool reserve;
+    enum shm_op op;
+    bool async;
+    bool cancelled; /* the daemon has been told to give it up */
     uint32_t index; /* in the batch */
     struct batch *batch;
     struct kvd_completion done; /* user_data: the caller's */
 };
 
 #define NO_FLIGHT UINT32_MAX
+
+/* A fetch that is over: the daemon still holds what it has brought, under this tag. */
+struct kept {
+    uint64_t tag; /* 0 is a fine one */
+    uint64_t user_data;
+    uint32_t pool;
+    bool valid;
+};
 
 /* A slot that was granted to somebody who does not wait any more. */
 struct orphan {
@@ -111,8 +126,14 @@ struct rings {
 
     struct flight *flights;
     uint32_t n_flights, n_async; /* async: in flight or done */
+    uint32_t n_open, n_fetches;  /* flights that the daemon may still answer; of them: fetches */
     uint32_t free_first, done_first, done_last;
     uint32_t n_done;
+
+    /* The last asynchronous fetches that ended well; newer ones overwrite older ones, which the daemon
+     * lets go by itself after some seconds. */
+    struct kept *held; /* [n_flights of the making] */
+    uint32_t n_held, next_held;
 };
 
 /* ---- the handle */
@@ -134,9 +155,13 @@ struct kvd {
     uint32_t timeout_ms, spin_us, flags;
 
     pthread_mutex_t gate;
-    pthread_cond_t freed; /* CLOCK_MONOTONIC */
+    pthread_cond_t freed; /* CLOCK_MONOTONIC; also: a batch of fetches has been answered */
     bool held;
+    bool patient;    /* held by somebody who waits long, and may be woken */
+    unsigned wanted; /* threads that wait for it and are not patient */
     enum armed armed;
+    bool
+        poked; /* a message is on its way to whoever polls the event fd: not to be read by others */
 
     /* under handle_lock() */
     uint32_t incarnation; /* written under both locks */
@@ -208,6 +233,16 @@ uint64_t handle_deadline(const struct kvd *kvd);
 int handle_lock(struct kvd *kvd, uint64_t deadline_ns);
 bool handle_try_lock(struct kvd *kvd);
 
+/* For those who wait long: takes the lock when nobody else wants it. -EALREADY: nothing of the batch is
+ * in flight any more; -EAGAIN: look at the ring, and come again; -ETIMEDOUT. */
+int handle_lock_last(struct kvd *kvd, const struct batch *b, uint64_t deadline_ns);
+
+/* Somebody else should have the lock, or the socket: give it back, and take it last. */
+bool handle_wanted(struct kvd *kvd);
+
+/* Wakes those in handle_lock_last(): their batch may be answered. Takes `gate`. */
+void handle_answered(struct kvd *kvd);
+
 /* Also keeps what kvd_drain() has promised, and gives orphans back. */
 void handle_unlock(struct kvd *kvd);
 
@@ -224,7 +259,12 @@ int handle_call(struct kvd *kvd, struct kvd_space *space, Kvd__Proto__Request *r
                 Kvd__Proto__Response__BodyCase expect, unsigned flags,
                 struct control_reply *ret_reply);
 
-/* The same, with the lock taken and given back. */
+/* The same for a request that may take `more_ms` longer than others. */
+int handle_call_long(struct kvd *kvd, struct kvd_space *space, Kvd__Proto__Request *request,
+                     Kvd__Proto__Response__BodyCase expect, unsigned flags, uint32_t more_ms,
+                     struct control_reply *ret_reply);
+
+/* As handle_call(), with the lock taken and given back. */
 int handle_round_trip(struct kvd *kvd, struct kvd_space *space, Kvd__Proto__Request *request,
                       Kvd__Proto__Response__BodyCase expect, unsigned flags,
                       struct control_reply *ret_reply);
@@ -267,13 +307,40 @@ int pool_check(const struct kvd_pool *pool);
 /* The handle goes, pinsets may stay. */
 void pinsets_detach(struct kvd *kvd);
 
+/* ---- publish.c: posting and waiting */
+
+enum {
+    UNANSWERED = 1,   /* status of a commit or a fetch; an answer is 0 or negative */
+    FETCH_MS = 60000, /* how long a fetch is waited for whose deadline is the daemon's */
+};
+
+/* Connected, if need be again: afterwards the space may be stale. */
+int handle_connected(struct kvd *kvd);
+
+/* 0, or -ESTALE and its sentence. */
+int pool_check_current(const struct kvd_pool *pool);
+
+/* Posts all of the batch, ringful by ringful, and waits for the answers. A chain of fetches ends with the
+ * ringful in which one has failed. */
+int batch_run(struct kvd *kvd, struct batch *b);
+
+/* Posts what there is room for; returns how many. */
+ssize_t batch_submit(struct kvd *kvd, struct batch *b);
+
+/* Waits until the batch is settled, as batch_settled(); or only until what was posted is answered. */
+int batch_wait(struct kvd *kvd, struct batch *b, uint64_t deadline_ns);
+
 /* ---- flight.c */
 
-/* What is posted together. One of `reserve` and `commits` is set. */
+/* What is posted together; `op` tells which of the pointers is set. SHM_CANCEL posts nothing: it just
+ * waits for room. */
 struct batch {
     struct kvd_pool *pool;
+    enum shm_op op;
     const struct kvd_reserve *reserve;
     const struct kvd_commit *commits;
+    const struct kvd_fetch *fetch;
+    uint64_t until_ns; /* of a fetch with a deadline of its own; 0: the daemon's */
     size_t n, posted;
     uint32_t incarnation; /* of the session it was posted in */
 
@@ -283,6 +350,7 @@ struct batch {
     /* synchronous: where answers go, and how many have come */
     struct kvd_reservation *reservations;
     struct kvd_commit *results;
+    int32_t *statuses;
     _Atomic size_t done;
     _Atomic int error; /* the session has gone */
 };
@@ -310,8 +378,21 @@ ssize_t batch_post(struct kvd *kvd, struct batch *b);
  * it. */
 bool batch_settled(struct kvd *kvd, struct batch *b, bool try_only);
 
+/* Something that was posted is not answered, and may be; without looking at the ring. */
+bool batch_in_flight(const struct batch *b);
+
 /* Nobody waits for the batch any more; takes back what it has been granted. */
 void batch_abandon(struct kvd *kvd, struct batch *b);
+
+/* Milliseconds that are left to a fetch; 0: as many as the daemon gives it. */
+uint32_t batch_fetch_ms(const struct batch *b);
+
+/* Asks the daemon to give up asynchronous fetches of a pool, as far as the ring has room: 0 all; 1 there
+ * are more; -ENOTCONN (posted, as batch_post()). */
+int rings_cancel(struct kvd_pool *pool, uint64_t user_data, uint64_t n);
+
+/* Completions for kvd_completions(), as far as they have been collected. */
+bool rings_have_done(struct kvd *kvd);
 
 /* Sets session->waiting, so that the next completion is announced, and wakes the daemon if requests
  * lie in the ring while it sleeps. Returns completions for kvd_completions(). */

@@ -18,6 +18,7 @@ enum {
     TIMEOUT_MS = 10000,
     SPIN_US = 100,
     RING_ENTRIES = 1024,
+    LOOK_MS = 1,
     CLOSE_MS = 1000, /* a daemon that hangs must not hang those who leave */
 };
 
@@ -89,15 +90,47 @@ uint64_t handle_deadline(const struct kvd *kvd)
     return control_deadline(kvd->timeout_ms);
 }
 
+static struct timespec time_of(uint64_t ns)
+{
+    return (struct timespec){.tv_sec = (time_t)(ns / 1000000000u),
+                             .tv_nsec = (long)(ns % 1000000000u)};
+}
+
+/* Has the daemon send a message, the answer to a ping that nobody waits for. */
+static int ping_unseen(struct kvd *kvd)
+{
+    Kvd__Proto__Request request = KVD__PROTO__REQUEST__INIT;
+    Kvd__Proto__Ping ping = KVD__PROTO__PING__INIT;
+
+    request.body_case = KVD__PROTO__REQUEST__BODY_PING;
+    request.ping = &ping;
+    return control_post(kvd->control, &request);
+}
+
+/* The caller holds `gate`. Who sleeps on the socket is woken by any message; if there can be none, that
+ * is no news to it either. */
+static void wake_patient(struct kvd *kvd)
+{
+    kvd->patient = false; /* once is enough */
+    pthread_mutex_unlock(&kvd->gate);
+    ping_unseen(kvd);
+    pthread_mutex_lock(&kvd->gate);
+}
+
 int handle_lock(struct kvd *kvd, uint64_t deadline_ns)
 {
-    struct timespec t = {.tv_sec = (time_t)(deadline_ns / 1000000000u),
-                         .tv_nsec = (long)(deadline_ns % 1000000000u)};
+    struct timespec t = time_of(deadline_ns);
     int r = 0;
 
     pthread_mutex_lock(&kvd->gate);
-    while (kvd->held && r == 0)
-        r = pthread_cond_timedwait(&kvd->freed, &kvd->gate, &t);
+    kvd->wanted++;
+    while (kvd->held && r == 0) {
+        if (kvd->patient)
+            wake_patient(kvd);
+        else
+            r = pthread_cond_timedwait(&kvd->freed, &kvd->gate, &t);
+    }
+    kvd->wanted--;
     if (!kvd->held) {
         kvd->held = true;
         r = 0;
@@ -106,6 +139,54 @@ int handle_lock(struct kvd *kvd, uint64_t deadline_ns)
     return r ? handle_fail(kvd, -ETIMEDOUT,
                            "another thread has been waiting for the daemon all the time")
              : 0;
+}
+
+/* The caller holds `gate`. */
+static int take_last(struct kvd *kvd, const struct batch *b, uint64_t deadline_ns)
+{
+    int r = 0;
+
+    while ((kvd->held || kvd->wanted || kvd->poked) && batch_in_flight(b) && r == 0) {
+        uint64_t until = kvd->poked ? frame_clock() + LOOK_MS * 1000000u : deadline_ns;
+        struct timespec t = time_of(until < deadline_ns ? until : deadline_ns);
+
+        r = pthread_cond_timedwait(&kvd->freed, &kvd->gate, &t);
+    }
+    if (!batch_in_flight(b))
+        return -EALREADY;
+    if (!kvd->held && !kvd->wanted && !kvd->poked) {
+        kvd->held = kvd->patient = true;
+        return 0;
+    }
+    return frame_clock() < deadline_ns ? -EAGAIN : -ETIMEDOUT;
+}
+
+int handle_lock_last(struct kvd *kvd, const struct batch *b, uint64_t deadline_ns)
+{
+    int r;
+
+    pthread_mutex_lock(&kvd->gate);
+    r = take_last(kvd, b, deadline_ns);
+    pthread_mutex_unlock(&kvd->gate);
+    return r;
+}
+
+bool handle_wanted(struct kvd *kvd)
+{
+    bool wanted, armed;
+
+    pthread_mutex_lock(&kvd->gate);
+    wanted = kvd->wanted > 0;
+    armed = kvd->armed != ARMED_NO;
+    pthread_mutex_unlock(&kvd->gate);
+    return wanted || (armed && rings_have_done(kvd));
+}
+
+void handle_answered(struct kvd *kvd)
+{
+    pthread_mutex_lock(&kvd->gate);
+    pthread_cond_broadcast(&kvd->freed);
+    pthread_mutex_unlock(&kvd->gate);
 }
 
 bool handle_try_lock(struct kvd *kvd)
@@ -123,20 +204,18 @@ static void set_armed(struct kvd *kvd, enum armed armed)
 {
     pthread_mutex_lock(&kvd->gate);
     kvd->armed = armed;
+    kvd->poked = false;
     pthread_mutex_unlock(&kvd->gate);
 }
 
 /* Completions wait, but the message that told so has been read by a call that did not care: has the
- * daemon send another one, the answer to a ping that nobody waits for. If even that is impossible,
- * whoever polls sees the connection end. */
+ * daemon send another one. If even that is impossible, whoever polls sees the connection end. */
 static void poke(struct kvd *kvd)
 {
-    Kvd__Proto__Request request = KVD__PROTO__REQUEST__INIT;
-    Kvd__Proto__Ping ping = KVD__PROTO__PING__INIT;
-
-    request.body_case = KVD__PROTO__REQUEST__BODY_PING;
-    request.ping = &ping;
-    if (control_post(kvd->control, &request) < 0)
+    pthread_mutex_lock(&kvd->gate);
+    kvd->poked = kvd->armed != ARMED_NO;
+    pthread_mutex_unlock(&kvd->gate);
+    if (ping_unseen(kvd) < 0)
         control_hang_up(kvd->control);
 }
 
@@ -167,8 +246,8 @@ static bool release(struct kvd *kvd)
     pthread_mutex_lock(&kvd->gate);
     ok = kvd->armed != ARMED_WANTED;
     if (ok) {
-        kvd->held = false;
-        pthread_cond_signal(&kvd->freed);
+        kvd->held = kvd->patient = false;
+        pthread_cond_broadcast(&kvd->freed); /* not all of those who wait, wait for this */
     }
     pthread_mutex_unlock(&kvd->gate);
     return ok;
@@ -247,9 +326,9 @@ int handle_ready(struct kvd *kvd, uint64_t deadline_ns)
     return r;
 }
 
-int handle_call(struct kvd *kvd, struct kvd_space *space, Kvd__Proto__Request *request,
-                Kvd__Proto__Response__BodyCase expect, unsigned flags,
-                struct control_reply *ret_reply)
+int handle_call_long(struct kvd *kvd, struct kvd_space *space, Kvd__Proto__Request *request,
+                     Kvd__Proto__Response__BodyCase expect, unsigned flags, uint32_t more_ms,
+                     struct control_reply *ret_reply)
 {
     for (bool again = true;; again = false) {
         uint64_t deadline = handle_deadline(kvd);
@@ -261,6 +340,7 @@ int handle_call(struct kvd *kvd, struct kvd_space *space, Kvd__Proto__Request *r
             return handle_fail(kvd, -ESTALE,
                                "another daemon, or another session, has taken over: "
                                "refresh the space");
+        deadline += (uint64_t)more_ms * 1000000;
         r = control_call(kvd->control, request, expect, deadline, ret_reply);
         if (r >= 0)
             return 0;
@@ -272,6 +352,13 @@ int handle_call(struct kvd *kvd, struct kvd_space *space, Kvd__Proto__Request *r
         return handle_fail(kvd, r == -EPIPE || r == -ECONNRESET ? -ENOTCONN : r, "%s",
                            control_error(kvd->control));
     }
+}
+
+int handle_call(struct kvd *kvd, struct kvd_space *space, Kvd__Proto__Request *request,
+                Kvd__Proto__Response__BodyCase expect, unsigned flags,
+                struct control_reply *ret_reply)
+{
+    return handle_call_long(kvd, space, request, expect, flags, 0, ret_reply);
 }
 
 int handle_round_trip(struct kvd *kvd, struct kvd_space *space, Kvd__Proto__Request *request,

@@ -24,7 +24,7 @@
  *     -EINVAL   an argument is out of range
  *     -ENOTCONN the daemon is away (reads of pinned and resident objects go on without it)
  *     -ETIMEDOUT the daemon, or another thread that talks to it, took longer than
- *     kvd_options.timeout_ms
+ *     kvd_options.timeout_ms (kvd_fetch() has a deadline of its own on top)
  *     -EPROTO   what the daemon says makes no sense
  *     -ESTALE   the space's epoch has moved on (weights changed), or another daemon has taken over:
  *               call kvd_space_refresh() when your weights are the new ones
@@ -38,7 +38,7 @@
  * handler and prints nothing.
  *
  * SYSTEM CALLS. kvd_lookup, kvd_pin, kvd_pinset_release, kvd_pinset_data, kvd_observe and
- * kvd_completions make none. kvd_submit_*, kvd_reserve and kvd_commit make at most one per batch
+ * kvd_completions make none. kvd_submit_*, kvd_reserve, kvd_commit and kvd_fetch make at most one per batch
  * (the wake-up of a sleeping daemon; of a batch longer than the ring, per ringful) as long as the
  * answer comes within kvd_options.spin_us; after that they poll. Making good for lost connections
  * and timeouts costs more.
@@ -99,8 +99,8 @@ struct kvd_options {
 
 enum {
     /* Map nothing. The kvd_remote_* calls, kvd_abort() and those on handles and spaces work; what
-     * needs memory or rings answers -EOPNOTSUPP: kvd_lookup, kvd_pin, kvd_observe, kvd_reserve,
-     * kvd_commit, kvd_submit_*, kvd_drain. */
+     * needs memory or rings answers -EOPNOTSUPP: kvd_lookup, kvd_pin, kvd_observe, kvd_fetch,
+     * kvd_fetch_cancel, kvd_reserve, kvd_commit, kvd_submit_*, kvd_drain. */
     KVD_NO_SHM = 1 << 0,
 };
 
@@ -305,23 +305,31 @@ struct kvd_fetch {
     uint32_t deadline_ms; /* past it an object is a miss; 0: the daemon's default */
 };
 
-/* Makes keys that are in a spill store resident, and waits until each is, or cannot be. Destinations for all
- * of them are taken at once, head first; when no more slots can be had, the rest is -ENOSPC. What is resident
- * afterwards (also what was before) is held for this session until it is pinned, for some seconds at most:
- * pin it now. Two who ask for the same object share one read.
- * `ret_status` (n entries): 0 resident; -ENOENT in no tier; -ENOSPC; -ETIMEDOUT; -EIO it could not be read
- * back as it was written and is not stored any more; -EINPROGRESS a writer has reserved it; -EDQUOT;
- * -ESTALE; -ECANCELED. Returns how many are resident. */
+/* Makes keys that are in a spill store resident, and waits until each is, or cannot be. Destinations
+ * for all of them are taken at once, head first; when no more slots can be had, the rest is -ENOSPC.
+ * (More than kvd_options.ring_entries / 2 keys go to the daemon in several goes.) What is resident
+ * afterwards (also what was before) is held for this session until it is pinned, for some seconds at
+ * most: pin it now. Two who ask for the same object share one read.
+ * `ret_status` (n entries): 0 resident; -ENOENT in no tier; -ENOSPC; -ETIMEDOUT; -EIO it could not be
+ * read back as it was written and is not stored any more; -EINPROGRESS a writer has reserved it;
+ * -EDQUOT; -ESTALE; -ECANCELED. Returns how many are resident. It takes up to deadline_ms, or if that
+ * is 0 up to 60 seconds per go, plus kvd_options.timeout_ms; other threads may use the handle
+ * meanwhile. After an error of the call as a whole (-ENOTCONN, -ETIMEDOUT, -ESTALE) keys that were not
+ * answered have it as their status. Needs no `write`. */
 ssize_t kvd_fetch(struct kvd_pool *pool, const struct kvd_fetch *request, int32_t *ret_status);
 
-/* The same without waiting: each key that was accepted produces one completion with user_data + its index,
- * whose status is as above. Returns how many were accepted, in order (see kvd_submit_reserve). */
+/* The same without waiting: each key that was accepted produces one completion with user_data + its
+ * index, whose status is as above. Returns how many were accepted, in order (see
+ * kvd_submit_reserve); fetches take at most half of the ring. A chain ends with what was accepted: the
+ * rest, submitted later, is another one. */
 ssize_t kvd_submit_fetch(struct kvd_pool *pool, const struct kvd_fetch *request,
                          uint64_t user_data);
 
-/* Gives up fetches that were submitted with user_data in [user_data, user_data + n): those that are under
- * way complete with -ECANCELED, and what is held for completed ones is let go. Returns 0; it does not matter
- * whether they were still under way. */
+/* Gives up fetches that were submitted with user_data in [user_data, user_data + n): those that are
+ * under way complete with -ECANCELED, and what is held for completed ones is let go (of at least the
+ * last 2 * kvd_options.ring_entries; older ones the daemon lets go by itself). Returns 0; it does not
+ * matter whether they were still under way. -ETIMEDOUT, -ENOTCONN: not all could be told to the
+ * daemon. */
 int kvd_fetch_cancel(struct kvd_pool *pool, uint64_t user_data, size_t n);
 
 /* ---- publishing */
@@ -470,8 +478,12 @@ int kvd_copier_event_fd(const struct kvd_copier *copier);
  * are copied; an object larger than the daemon's inline limit is moved in pieces. */
 ssize_t kvd_remote_lookup(struct kvd_pool *pool, const struct kvd_key *keys, size_t n,
                           uint8_t *ret_states);
+/* As kvd_fetch(). Other threads' calls to the daemon wait meanwhile: for up to 1,024 keys at a time. */
+ssize_t kvd_remote_fetch(struct kvd_pool *pool, const struct kvd_fetch *request,
+                         int32_t *ret_status);
 /* Copies one part of an object into buf; returns its committed length (which may exceed `bytes`:
- * then only that much was copied). -ENOENT: a miss. `ret_meta` may be NULL. */
+ * then only that much was copied). What is in a spill store is fetched first. -ENOENT: a miss; other
+ * statuses as of kvd_fetch(). `ret_meta` may be NULL. */
 ssize_t kvd_remote_get(struct kvd_pool *pool, const struct kvd_key *key, uint32_t part, void *buf,
                        size_t bytes, struct kvd_meta *ret_meta);
 /* Stores an object of one part: reserve, write, commit. 0; -EEXIST: present or in progress. `meta`

@@ -8,7 +8,7 @@
 enum {
     SPINS_PER_CLOCK = 64, /* reading the clock costs as much as many looks at the ring */
     ABORT_MAX = 4096,     /* tickets in one message */
-    UNANSWERED = 1,       /* status of a commit; an answer is 0 or negative */
+    ROOM_MS = 1,          /* that the ring has room is not announced */
 };
 
 /* ---- arguments */
@@ -27,13 +27,16 @@ static int check_writer(struct kvd_pool *pool)
     return 0;
 }
 
-static int check_current(struct kvd_pool *pool)
+static int moved_on(const struct kvd_pool *pool)
 {
-    if (!atomic_load(&pool->space->stale))
-        return 0;
     return handle_fail(pool->kvd, -ESTALE,
                        "another daemon, or another session, has taken over: refresh space %s",
                        pool->space->name);
+}
+
+int pool_check_current(const struct kvd_pool *pool)
+{
+    return atomic_load(&pool->space->stale) ? moved_on(pool) : 0;
 }
 
 static int check_reserve(struct kvd_pool *pool, const struct kvd_reserve *q)
@@ -44,7 +47,7 @@ static int check_reserve(struct kvd_pool *pool, const struct kvd_reserve *q)
         return r;
     if (!q || (q->n && !q->keys) || q->n > UINT32_MAX)
         return handle_fail(pool->kvd, -EINVAL, "a reservation needs an array of keys");
-    return check_current(pool);
+    return pool_check_current(pool);
 }
 
 static int check_commits(struct kvd_pool *pool, const struct kvd_commit *commits, size_t n)
@@ -64,14 +67,14 @@ static int check_commits(struct kvd_pool *pool, const struct kvd_commit *commits
                                "commit %zu: part %u of %u, %u bytes of metadata of at most %u", i,
                                c->part, pool->info.parts, c->user_bytes, SHM_USER_BYTES);
     }
-    return check_current(pool);
+    return pool_check_current(pool);
 }
 
 /* ---- posting and waiting */
 
 /* A connection that is known to be dead is made again before anything is posted: afterwards the
  * space may be stale, and the caller should hear that. */
-static int connected(struct kvd *kvd)
+int handle_connected(struct kvd *kvd)
 {
     uint64_t deadline;
     int r;
@@ -111,67 +114,122 @@ static bool spin(struct kvd *kvd, struct batch *b)
     return false;
 }
 
+static int too_late(struct kvd *kvd, struct batch *b)
+{
+    return batch_settled(kvd, b, false)
+               ? 0
+               : handle_fail(kvd, -ETIMEDOUT, "the daemon at %s has not answered in time",
+                             control_socket(kvd->control));
+}
+
+static uint64_t sooner(uint64_t a, uint64_t b)
+{
+    return a < b ? a : b;
+}
+
 /* Whatever the socket brings, the ring decides. A dead connection is made again; the session may
- * have survived, and then the answers will come. */
+ * have survived, and then the answers will come. -EAGAIN: somebody else should have the socket, which
+ * only a fetch lets happen. */
 static int sleep_on_socket(struct kvd *kvd, struct batch *b, uint64_t deadline)
 {
     while (!batch_settled(kvd, b, false)) {
-        int r = handle_ready(kvd, deadline);
+        int r = handle_ready(kvd, sooner(deadline, handle_deadline(kvd)));
+        bool room = !batch_in_flight(b);
 
         if (r < 0)
             return r;
         rings_expect(kvd);
         if (batch_settled(kvd, b, false))
             return 0;
-        r = control_wait(kvd->control, deadline);
-        if (r == -ETIMEDOUT || frame_clock() >= deadline)
-            return batch_settled(kvd, b, false)
-                       ? 0
-                       : handle_fail(kvd, -ETIMEDOUT, "the daemon at %s has not answered in %u ms",
-                                     control_socket(kvd->control), kvd->timeout_ms);
+        if (b->op == SHM_FETCH && handle_wanted(kvd))
+            return -EAGAIN;
+        r = control_wait(kvd->control,
+                         room ? sooner(deadline, control_deadline(ROOM_MS)) : deadline);
+        if (frame_clock() >= deadline)
+            return too_late(kvd, b);
     }
     return 0;
 }
 
-static int wait_for(struct kvd *kvd, struct batch *b)
+/* Others may need the lock sooner than a fetch is done. Who waits for room has nothing in flight, and
+ * nobody would tell. */
+static int lock_to_wait(struct kvd *kvd, struct batch *b, uint64_t deadline)
 {
-    uint64_t deadline = handle_deadline(kvd);
+    if (b->op == SHM_FETCH && batch_in_flight(b))
+        return handle_lock_last(kvd, b, deadline);
+    return batch_settled(kvd, b, false) ? -EALREADY : handle_lock(kvd, deadline);
+}
+
+int batch_wait(struct kvd *kvd, struct batch *b, uint64_t deadline_ns)
+{
     int r;
 
     if (control_is_open(kvd->control) && spin(kvd, b))
         return 0;
-    r = handle_lock(kvd, deadline);
-    if (r < 0)
-        return r;
-    r = sleep_on_socket(kvd, b, deadline);
-    handle_unlock(kvd);
+    do {
+        r = lock_to_wait(kvd, b, deadline_ns);
+        if (r == -ETIMEDOUT && b->op == SHM_FETCH)
+            return too_late(kvd, b);
+        if (r == -EALREADY || (r == -EAGAIN && batch_settled(kvd, b, false)))
+            return 0;
+        if (r == 0) {
+            r = sleep_on_socket(kvd, b, deadline_ns);
+            handle_unlock(kvd);
+        }
+    } while (r == -EAGAIN);
     return r;
+}
+
+static uint64_t ringful_deadline(const struct kvd *kvd, const struct batch *b)
+{
+    uint64_t ms = b->op == SHM_FETCH ? batch_fetch_ms(b) : 0;
+
+    if (b->op == SHM_FETCH && !b->until_ns)
+        ms = FETCH_MS;
+    return handle_deadline(kvd) + ms * 1000000;
 }
 
 static int one_ringful(struct kvd *kvd, struct batch *b)
 {
+    uint64_t deadline = ringful_deadline(kvd, b);
     ssize_t n = batch_post(kvd, b);
     int r;
 
     if (n == -ESTALE)
-        return handle_fail(kvd, -ESTALE,
-                           "another daemon, or another session, has taken over: refresh "
-                           "space %s",
-                           b->pool->space->name);
-    r = wait_for(kvd,
-                 b); /* also when the daemon could not be woken: that comes back or fails there */
+        return moved_on(b->pool);
+    r = batch_wait(kvd, b, deadline); /* also when the daemon could not be woken: that comes back or
+                                         fails there */
     if (r == 0 && atomic_load(&b->error))
         r = handle_fail(kvd, atomic_load(&b->error), "the daemon has gone before it answered");
     return r;
 }
 
-/* All of the batch, ringful by ringful. */
-static int run(struct kvd *kvd, struct batch *b)
+/* The rest of a chain has the status of the first that cannot be had. True: there was one. */
+static bool chain_ends(struct batch *b, size_t from)
 {
-    int r = connected(kvd);
+    int32_t status = 0;
 
-    while (r == 0 && b->posted < b->n)
+    if (b->op != SHM_FETCH || !b->fetch->chain)
+        return false;
+    for (size_t i = from; i < b->posted && !status; i++)
+        status = b->statuses[i];
+    for (size_t i = b->posted; status && i < b->n; i++)
+        b->statuses[i] = status;
+    return status != 0;
+}
+
+/* All of the batch, ringful by ringful. */
+int batch_run(struct kvd *kvd, struct batch *b)
+{
+    int r = handle_connected(kvd);
+
+    while (r == 0 && b->posted < b->n) {
+        size_t from = b->posted;
+
         r = one_ringful(kvd, b);
+        if (r == 0 && chain_ends(b, from))
+            break;
+    }
     if (r < 0)
         batch_abandon(kvd, b);
     /* Whoever has the lock instead will do it when giving it back. */
@@ -185,7 +243,7 @@ static int run(struct kvd *kvd, struct batch *b)
 ssize_t kvd_reserve(struct kvd_pool *pool, const struct kvd_reserve *request,
                     struct kvd_reservation *ret)
 {
-    struct batch b = {.pool = pool, .reserve = request, .reservations = ret};
+    struct batch b = {.pool = pool, .op = SHM_RESERVE, .reserve = request, .reservations = ret};
     ssize_t granted = 0;
     int r = check_reserve(pool, request);
 
@@ -197,7 +255,7 @@ ssize_t kvd_reserve(struct kvd_pool *pool, const struct kvd_reserve *request,
     for (size_t i = 0; i < b.n; i++)
         ret[i] = (struct kvd_reservation){.slot = SHM_NO_SLOT};
     if (r == 0)
-        r = run(pool->kvd, &b);
+        r = batch_run(pool->kvd, &b);
     for (size_t i = 0; r < 0 && i < b.n; i++)
         ret[i] = (struct kvd_reservation){.status = r, .slot = SHM_NO_SLOT};
     if (r < 0)
@@ -209,7 +267,8 @@ ssize_t kvd_reserve(struct kvd_pool *pool, const struct kvd_reserve *request,
 
 ssize_t kvd_commit(struct kvd_pool *pool, struct kvd_commit *commits, size_t n)
 {
-    struct batch b = {.pool = pool, .commits = commits, .results = commits, .n = n};
+    struct batch b = {
+        .pool = pool, .op = SHM_COMMIT, .commits = commits, .results = commits, .n = n};
     ssize_t committed = 0;
     int r = check_commits(pool, commits, n);
 
@@ -218,7 +277,7 @@ ssize_t kvd_commit(struct kvd_pool *pool, struct kvd_commit *commits, size_t n)
     for (size_t i = 0; i < n; i++)
         commits[i].status = UNANSWERED;
     if (r == 0)
-        r = run(pool->kvd, &b);
+        r = batch_run(pool->kvd, &b);
     for (size_t i = 0; i < n; i++) {
         if (commits[i].status == UNANSWERED)
             commits[i].status = r;
@@ -229,44 +288,46 @@ ssize_t kvd_commit(struct kvd_pool *pool, struct kvd_commit *commits, size_t n)
 
 /* Accepted requests will be answered one way or the other, so only a batch of which nothing was
  * accepted has failed. */
-static ssize_t submit(struct kvd *kvd, struct batch *b)
+ssize_t batch_submit(struct kvd *kvd, struct batch *b)
 {
     ssize_t n;
-    int r = connected(kvd);
+    int r = handle_connected(kvd);
 
     if (r < 0)
         return r;
     n = batch_post(kvd, b);
     if (n == -ENOTCONN)
-        connected(kvd);
+        handle_connected(kvd);
     if (n == -ESTALE)
-        return handle_fail(kvd, -ESTALE,
-                           "another daemon, or another session, has taken over: refresh "
-                           "space %s",
-                           b->pool->space->name);
+        return moved_on(b->pool);
     return (ssize_t)b->posted;
 }
 
 ssize_t kvd_submit_reserve(struct kvd_pool *pool, const struct kvd_reserve *request,
                            uint64_t user_data)
 {
-    struct batch b = {.pool = pool, .reserve = request, .async = true, .user_data = user_data};
+    struct batch b = {
+        .pool = pool, .op = SHM_RESERVE, .reserve = request, .async = true, .user_data = user_data};
     int r = check_reserve(pool, request);
 
     if (r < 0)
         return r;
     b.n = request->n;
-    return submit(pool->kvd, &b);
+    return batch_submit(pool->kvd, &b);
 }
 
 ssize_t kvd_submit_commit(struct kvd_pool *pool, const struct kvd_commit *commits, size_t n,
                           uint64_t user_data)
 {
-    struct batch b = {
-        .pool = pool, .commits = commits, .n = n, .async = true, .user_data = user_data};
+    struct batch b = {.pool = pool,
+                      .op = SHM_COMMIT,
+                      .commits = commits,
+                      .n = n,
+                      .async = true,
+                      .user_data = user_data};
     int r = check_commits(pool, commits, n);
 
-    return r < 0 ? r : submit(pool->kvd, &b);
+    return r < 0 ? r : batch_submit(pool->kvd, &b);
 }
 
 ssize_t kvd_completions(struct kvd *kvd, struct kvd_completion *ret, size_t n)

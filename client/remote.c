@@ -7,7 +7,7 @@
 #include <string.h>
 
 enum {
-    LOOKUP_KEYS = 1024, /* in one message */
+    KEYS_MAX = 1024, /* in one message */
 };
 
 static int check(struct kvd_pool *pool)
@@ -36,6 +36,19 @@ static void put_key(Kvd__Proto__Key *to, const struct kvd_key *from)
     to->group = from->group;
 }
 
+/* The keys of one message. */
+struct key_list {
+    Kvd__Proto__Key key[KEYS_MAX], *list[KEYS_MAX];
+};
+
+static void put_keys(struct key_list *to, const struct kvd_key *keys, size_t n)
+{
+    for (size_t i = 0; i < n; i++) {
+        put_key(&to->key[i], &keys[i]);
+        to->list[i] = &to->key[i];
+    }
+}
+
 /* ---- lookup */
 
 static int take_states(struct kvd *kvd, const Kvd__Proto__LookupReply *reply, size_t n,
@@ -54,18 +67,15 @@ static int lookup_some(struct kvd_pool *pool, const struct kvd_key *keys, size_t
 {
     Kvd__Proto__Request request = KVD__PROTO__REQUEST__INIT;
     Kvd__Proto__Lookup lookup = KVD__PROTO__LOOKUP__INIT;
-    Kvd__Proto__Key key[LOOKUP_KEYS], *list[LOOKUP_KEYS];
     struct control_reply reply = {0};
+    struct key_list some;
     int r;
 
-    for (size_t i = 0; i < n; i++) {
-        put_key(&key[i], &keys[i]);
-        list[i] = &key[i];
-    }
+    put_keys(&some, keys, n);
     lookup.pool = pool->id;
     lookup.epoch = epoch_of(pool);
     lookup.n_keys = n;
-    lookup.keys = list;
+    lookup.keys = some.list;
     request.body_case = KVD__PROTO__REQUEST__BODY_LOOKUP;
     request.lookup = &lookup;
     r = handle_round_trip(pool->kvd, pool->space, &request, KVD__PROTO__RESPONSE__BODY_LOOKUP,
@@ -89,7 +99,7 @@ static size_t cached(const uint8_t *states, size_t n)
 ssize_t kvd_remote_lookup(struct kvd_pool *pool, const struct kvd_key *keys, size_t n,
                           uint8_t *ret_states)
 {
-    uint8_t states[LOOKUP_KEYS];
+    uint8_t states[KEYS_MAX];
     size_t leading = 0, at = 0;
     int r = check(pool);
 
@@ -98,7 +108,7 @@ ssize_t kvd_remote_lookup(struct kvd_pool *pool, const struct kvd_key *keys, siz
     if (n && !keys)
         return handle_fail(pool->kvd, -EINVAL, "no keys");
     while (at < n && (ret_states || leading == at)) {
-        size_t k = n - at < LOOKUP_KEYS ? n - at : LOOKUP_KEYS;
+        size_t k = n - at < KEYS_MAX ? n - at : KEYS_MAX;
 
         r = lookup_some(pool, keys + at, k, states);
         if (r < 0)
@@ -110,6 +120,120 @@ ssize_t kvd_remote_lookup(struct kvd_pool *pool, const struct kvd_key *keys, siz
         at += k;
     }
     return (ssize_t)leading;
+}
+
+/* ---- fetch */
+
+static int take_statuses(struct kvd *kvd, const Kvd__Proto__FetchReply *reply, size_t n,
+                         int32_t *statuses)
+{
+    if (reply->n_statuses != n)
+        return nonsense(kvd, "Fetch");
+    for (size_t i = 0; i < n; i++)
+        if (reply->statuses[i] > 0)
+            return nonsense(kvd, "Fetch");
+    memcpy(statuses, reply->statuses, n * sizeof(*statuses));
+    return 0;
+}
+
+/* At most KEYS_MAX keys; under handle_lock(). `ms`: 0: as many as the daemon gives. */
+static int fetch_some(struct kvd_pool *pool, const struct kvd_key *keys, size_t n, bool chain,
+                      uint32_t ms, int32_t *statuses)
+{
+    Kvd__Proto__Request request = KVD__PROTO__REQUEST__INIT;
+    Kvd__Proto__Fetch fetch = KVD__PROTO__FETCH__INIT;
+    struct control_reply reply = {0};
+    struct key_list some;
+    int r;
+
+    put_keys(&some, keys, n);
+    fetch.pool = pool->id;
+    fetch.epoch = epoch_of(pool);
+    fetch.n_keys = n;
+    fetch.keys = some.list;
+    fetch.has_chain = 1;
+    fetch.chain = chain;
+    fetch.has_deadline_ms = ms != 0;
+    fetch.deadline_ms = ms;
+    request.body_case = KVD__PROTO__REQUEST__BODY_FETCH;
+    request.fetch = &fetch;
+    r = handle_call_long(pool->kvd, pool->space, &request, KVD__PROTO__RESPONSE__BODY_FETCH,
+                         CALL_AGAIN, ms ? ms : FETCH_MS, &reply);
+    if (r < 0)
+        return r;
+    r = take_statuses(pool->kvd, reply.response->fetch, n, statuses);
+    control_reply_free(&reply);
+    return r;
+}
+
+/* With the lock for one message at a time, so that others get a turn. */
+static int fetch_locked(struct kvd_pool *pool, const struct kvd_fetch *q, size_t at, size_t n,
+                        uint32_t ms, int32_t *statuses)
+{
+    int r = handle_lock(pool->kvd, handle_deadline(pool->kvd));
+
+    if (r < 0)
+        return r;
+    r = fetch_some(pool, q->keys + at, n, q->chain, ms, statuses + at);
+    handle_unlock(pool->kvd);
+    return r;
+}
+
+static uint32_t left_ms(const struct kvd_fetch *q, uint64_t until_ns)
+{
+    uint64_t now = frame_clock();
+
+    if (!q->deadline_ms)
+        return 0;
+    return until_ns > now + 1000000 ? (uint32_t)((until_ns - now) / 1000000) : 1;
+}
+
+/* The first status that is not 0 is also that of the rest of a chain. */
+static bool chain_ends(const struct kvd_fetch *q, size_t at, size_t n, int32_t *statuses)
+{
+    int32_t status = 0;
+
+    for (size_t i = at; q->chain && i < at + n && !status; i++)
+        status = statuses[i];
+    for (size_t i = at + n; status && i < q->n; i++)
+        statuses[i] = status;
+    return status != 0;
+}
+
+static int fetch_all(struct kvd_pool *pool, const struct kvd_fetch *q, int32_t *statuses)
+{
+    uint64_t until_ns = control_deadline(q->deadline_ms);
+    int r = 0;
+
+    for (size_t at = 0, n; at < q->n && r == 0; at += n) {
+        n = q->n - at < KEYS_MAX ? q->n - at : KEYS_MAX;
+        r = fetch_locked(pool, q, at, n, left_ms(q, until_ns), statuses);
+        if (r == 0 && chain_ends(q, at, n, statuses))
+            break;
+    }
+    return r;
+}
+
+ssize_t kvd_remote_fetch(struct kvd_pool *pool, const struct kvd_fetch *request,
+                         int32_t *ret_status)
+{
+    ssize_t resident = 0;
+    int r = check(pool);
+
+    if (r < 0)
+        return r;
+    if (!request || request->chain > 1 || (request->n && (!request->keys || !ret_status)))
+        return handle_fail(pool->kvd, -EINVAL,
+                           "kvd_remote_fetch: keys, room for their statuses, chain is 0 or 1");
+    for (size_t i = 0; i < request->n; i++)
+        ret_status[i] = UNANSWERED;
+    r = fetch_all(pool, request, ret_status);
+    for (size_t i = 0; i < request->n; i++) {
+        if (ret_status[i] == UNANSWERED)
+            ret_status[i] = r;
+        resident += ret_status[i] == 0;
+    }
+    return r < 0 ? r : resident;
 }
 
 /* ---- get */
@@ -261,7 +385,7 @@ static void unpin(const struct getting *g, uint64_t slot)
 
 /* What comes in pieces is pinned meanwhile: all pieces are of one object. A session that is lost
  * takes the pin along, so then the pieces are not joined. */
-static int get_locked(struct getting *g)
+static int get_resident(struct getting *g)
 {
     struct kvd *kvd = g->pool->kvd;
     uint32_t session;
@@ -279,6 +403,24 @@ static int get_locked(struct getting *g)
         return r < 0 ? r : handle_fail(kvd, -ENOTCONN, "the session was lost while reading");
     unpin(g, slot);
     return r;
+}
+
+/* A miss may be in a spill store: then it is brought back, once. */
+static int get_locked(struct getting *g)
+{
+    int r = get_resident(g);
+    int32_t status;
+
+    if (r != -ENOENT || !g->pool->info.records)
+        return r;
+    r = fetch_some(g->pool, g->key, 1, false, 0, &status);
+    if (r < 0)
+        return r;
+    if (status < 0)
+        return handle_fail(g->pool->kvd, status == -EINPROGRESS ? -ENOENT : status,
+                           "a miss in ram, and not to be had from the spill store: %s",
+                           strerror(-status));
+    return get_resident(g);
 }
 
 ssize_t kvd_remote_get(struct kvd_pool *pool, const struct kvd_key *key, uint32_t part, void *buf,

@@ -129,6 +129,7 @@ static void copy_info(const Kvd__Proto__PoolInfo *from, struct kvd_pool_info *to
         .page_bytes = from->page_bytes,
         .parts = from->parts,
         .chunks = from->chunks,
+        .records = from->has_records ? from->records : 0,
     };
     snprintf(to->name, sizeof(to->name), "%s", from->name);
     snprintf(to->backing, sizeof(to->backing), "%s", from->backing);
@@ -258,7 +259,7 @@ static bool still_good(const struct kvd_space *s, const struct planned *p)
     const struct kvd_pool *pool = p->pool;
 
     return !p->is_new && pool->view && s->incarnation == s->kvd->incarnation && pool->id == p->id &&
-           pool->info.slots == p->info.slots &&
+           pool->info.slots == p->info.slots && !pool->view->nvme == !p->info.records &&
            !atomic_load_explicit(&pool->view->index->retired, memory_order_relaxed);
 }
 
@@ -496,7 +497,7 @@ int kvd_space_reset(struct kvd_space *space, uint32_t *ret_epoch)
     return r;
 }
 
-static bool pool_current(const struct kvd_pool *pool, uint32_t epoch)
+static bool is_current(const struct kvd_pool *pool, uint32_t epoch)
 {
     const struct shm_index *x = pool->view ? pool->view->index : NULL;
 
@@ -516,7 +517,7 @@ int kvd_space_current(const struct kvd_space *space)
         return -ESTALE;
     epoch = atomic_load(&space->epoch);
     for (size_t i = 0; i < space->n_pools; i++)
-        if (!pool_current(space->pools[i], epoch))
+        if (!is_current(space->pools[i], epoch))
             return -ESTALE;
     return 0;
 }

@@ -86,13 +86,27 @@ static int check_index(const struct making *m)
     return 0;
 }
 
+static int map_nvme(struct making *m, int fd)
+{
+    struct view *v = m->view;
+    uint64_t lines;
+    int r = map_one(m, fd, SHM_NVME, "the index of the spill stores", &v->nvme_map);
+
+    if (r < 0)
+        return r;
+    v->nvme = v->nvme_map.addr;
+    lines = v->nvme->header.count;
+    return lines < 2 || lines & (lines - 1) ? wrong(m, "the header of the spill stores' index") : 0;
+}
+
 static int map_tables(struct making *m, const struct control_reply *reply)
 {
     struct view *v = m->view;
     const Kvd__Proto__PoolInfo *info = reply->response->pool_open->info;
+    bool stores = info->has_records;
     int r;
 
-    if (reply->n_fds != 3 || info->pool != m->pool)
+    if (reply->n_fds != 3u + stores || info->pool != m->pool)
         return wrong(m, "the daemon's answer");
     r = map_one(m, reply->fds[0], SHM_INDEX, "the index", &v->index_map);
     if (r == 0)
@@ -104,7 +118,8 @@ static int map_tables(struct making *m, const struct control_reply *reply)
     v->index = v->index_map.addr;
     v->metas = v->metas_map.addr;
     v->pins = v->pins_map.addr;
-    return check_index(m);
+    r = check_index(m);
+    return r == 0 && stores ? map_nvme(m, reply->fds[3]) : r;
 }
 
 static int open_pool(struct making *m)
@@ -265,7 +280,8 @@ static void unmap(struct view *v)
     segment_unmap(&v->index_map);
     segment_unmap(&v->metas_map);
     segment_unmap(&v->pins_map);
-    v->index = NULL;
+    segment_unmap(&v->nvme_map);
+    v->index = v->nvme = NULL;
     v->metas = NULL;
     v->pins = NULL;
 }

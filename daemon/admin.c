@@ -313,6 +313,7 @@ static void block_info(struct pool *p, uint32_t slot, struct block_room *m)
     b->epoch = t->epoch;
     b->parts_done = t->parts_done;
     b->age_s = (core_now_ms(p->core) - p->slot[slot].since_ms) / 1000;
+    b->store = (char *)spill_store_of(p, slot);
     b->has_session = t->state == SHM_SLOT_RESERVED;
     b->session = t->session;
     b->meta = &m->meta;
@@ -534,7 +535,7 @@ static int evict_keys(struct call *c, struct pool *p)
         slot = e ? shm_word_slot(shm_load64(&e->word)) : SLOT_NONE;
         if (e && !pool_remove(p, &slot, 1, HISTORY_REMOVED, REMOVE_FORGET))
             skipped++;
-        else if (e || spill_remove(p, &key, p->space->epoch))
+        else if ((spill_remove(p, &key, p->space->epoch) > 0) | (e != NULL))
             n++;
     }
     return send_count(c, n, skipped, 0);

@@ -157,11 +157,14 @@ int spill_call(struct call *c)
     if (!q->has_action || q->action == KVD__PROTO__SPILL__ACTION__STATUS)
         return send_stores(c, n);
     r = find_action(c, &action);
-    for (uint32_t i = 0; i < n && r == 0; i++) {
+    if (r < 0)
+        return r;
+    for (uint32_t i = 0; i < n; i++) {
         struct store *st = nvme_store(c->service->core->nvme, i);
 
-        if (is_meant(c, st))
-            r = act(c, st, action);
+        int one = is_meant(c, st) ? act(c, st, action) : 0;
+
+        r = r < 0 ? r : one; /* the others get their turn all the same */
     }
     return r < 0 ? r : send_stores(c, n);
 }

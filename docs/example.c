@@ -30,6 +30,25 @@ static void attend(const void *block)
     (void)block;
 }
 
+/* Holds the longest cached prefix; what of it is in a spill store is brought back first. Returns its
+ * length. */
+static size_t hold(struct kvd_pool *pool, struct kvd_pinset *pins, const struct kvd_key *keys,
+                   size_t n)
+{
+    int32_t status[BLOCKS_MAX];
+    ssize_t there = kvd_lookup(pool, keys, n, NULL), more;
+    ssize_t held = there > 0 ? kvd_pin(pins, pool, keys, (size_t)there, 0) : 0;
+    struct kvd_fetch rest = {.chain = 1};
+
+    if (held >= 0 && held < there) { /* the next one is not in ram, or not any more */
+        rest.keys = keys + held;
+        rest.n = (size_t)(there - held);
+        more = kvd_fetch(pool, &rest, status) > 0 ? kvd_pin(pins, pool, rest.keys, rest.n, 0) : 0;
+        held += more > 0 ? more : 0;
+    }
+    return held > 0 ? (size_t)held : 0; /* perhaps fewer than were there */
+}
+
 /* Prefills n blocks. Returns how many came from the cache; *ret_stored: how many went into it. */
 static size_t prefill(struct kvd_pool *pool, struct kvd_pinset *pins, const uint32_t *tokens,
                       const struct kvd_key *keys, size_t n, ssize_t *ret_stored)
@@ -37,9 +56,7 @@ static size_t prefill(struct kvd_pool *pool, struct kvd_pinset *pins, const uint
     struct kvd_reservation slot[BLOCKS_MAX] = {0};
     struct kvd_commit commit[BLOCKS_MAX];
     char own[BLOCK_BYTES];
-    ssize_t there = kvd_lookup(pool, keys, n, NULL); /* the longest cached prefix */
-    ssize_t held = there > 0 ? kvd_pin(pins, pool, keys, (size_t)there, 0) : 0;
-    size_t hit = held > 0 ? (size_t)held : 0, made = 0; /* perhaps fewer than were there */
+    size_t hit = hold(pool, pins, keys, n), made = 0; /* lookup, pin, fetch what is stored */
     struct kvd_reserve rest = {
         .keys = keys + hit, .n = n - hit, .parent = hit ? &keys[hit - 1] : NULL, .chain = 1};
 

@@ -9,6 +9,8 @@
 #include <string.h>
 #include <sys/socket.h>
 
+#include "stores.h"
+
 /* ---- items */
 
 static const struct {
@@ -114,6 +116,7 @@ static void ask_daemon(struct check *k)
     if (control_call(k->c->control, &request, KVD__PROTO__RESPONSE__BODY_SESSIONS,
                      control_deadline(k->c->timeout_ms), &k->sessions) < 0)
         k->sessions.frame = NULL;
+    k->has_stores = stores_try(k->c, &k->stores);
 }
 
 /* ---- plans */
@@ -161,6 +164,23 @@ static void plan_from_status(struct check_plan *p, const Kvd__Proto__StatusReply
         plan_pool(&p->pools[i], s->pools[i]->info);
 }
 
+static void plan_stores(struct check_plan *p, const struct config *config)
+{
+    p->n_stores = config->store_count;
+    p->stores = calloc(p->n_stores + 1, sizeof(*p->stores));
+    if (!p->stores)
+        ctl_out_of_memory();
+    for (size_t i = 0; i < p->n_stores; i++) {
+        const struct config_store *from = &config->stores[i];
+        struct check_store *to = &p->stores[i];
+
+        snprintf(to->name, sizeof(to->name), "%s/%s", p->pools[from->pool].name, from->name);
+        strcpy(to->path, from->path);
+        to->size = from->size;
+        to->io = from->io;
+    }
+}
+
 static void plan_from_config(struct check_plan *p, const struct config *config)
 {
     p->known = true;
@@ -180,6 +200,7 @@ static void plan_from_config(struct check_plan *p, const struct config *config)
         p->pools[i].parts = from->parts;
         p->pools[i].part_bytes = from->part_bytes;
     }
+    plan_stores(p, config);
 }
 
 enum { PROBLEM_SIZE = 1024 };
@@ -236,6 +257,7 @@ static void check_all(struct check *k)
         check_state(k);
         check_pins(k);
         check_sessions(k);
+        check_stores(k);
     }
     read_config(k);
     check_kernel(k);
@@ -243,6 +265,8 @@ static void check_all(struct check *k)
     check_hugepages(k);
     check_hugetlbfs(k);
     check_memory(k);
+    check_places(k);
+    check_io_uring(k);
     check_runtime_dir(k);
     check_memlock(k);
 }
@@ -267,6 +291,9 @@ int run_check(struct ctl *c, char **args, int n)
     if (k.plan.pools != k.running.pools)
         free(k.plan.pools);
     free(k.running.pools);
+    free(k.plan.stores); /* only a configuration has them */
+    if (k.has_stores)
+        control_reply_free(&k.stores);
     control_reply_free(&k.status);
     control_reply_free(&k.sessions);
     return k.counts[CHECK_FAIL] ? EXIT_UNHEALTHY : EXIT_FINE;

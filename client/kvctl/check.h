@@ -27,6 +27,14 @@ struct check_pool {
         huge_page; /* it stands on hugepages of this size; 0: it does not, or is not made yet */
 };
 
+/* A store of a configuration. */
+struct check_store {
+    char name[POOL_NAME_SIZE + CONFIG_NAME_SIZE]; /* "space/pool/name" */
+    char path[CONFIG_TEXT_SIZE];
+    uint64_t size; /* 0: a whole device */
+    uint32_t io;   /* enum config_io */
+};
+
 /* The pools of a configuration, or of the daemon that runs. */
 struct check_plan {
     bool known;
@@ -38,6 +46,8 @@ struct check_plan {
     char runtime_dir[CONFIG_PATH_SIZE];
     size_t n;
     struct check_pool *pools;
+    size_t n_stores; /* 0 of a running daemon, which speaks for them itself */
+    struct check_store *stores;
 };
 
 struct check {
@@ -50,7 +60,9 @@ struct check {
     struct ctl_failure failure;    /* unless reachable */
     struct control_reply status;   /* if reachable, and it answered: else frame is NULL */
     struct control_reply sessions; /* if it may be asked, else frame is NULL */
-    pid_t daemon_pid;              /* as seen from here; 0: unknown */
+    struct control_reply stores;   /* if has_stores */
+    bool has_stores;
+    pid_t daemon_pid; /* as seen from here; 0: unknown */
     uid_t daemon_uid;
 
     struct check_plan plan;    /* what is to be had: of the configuration if there is one */
@@ -64,6 +76,10 @@ void check_add(struct check *k, enum check_level level, const char *item, const 
 /* A command, or failing that an advice, that mends the last item. */
 void check_fix(struct check *k, const char *fmt, ...) __attribute__((format(printf, 2, 3)));
 
+/* "WHAT; fix: COMMAND; WHAT ELSE; fix: COMMAND" as an item with its fixes. */
+void check_add_advice(struct check *k, enum check_level level, const char *item,
+                      const char *advice);
+
 /* That the daemon be started, or restarted. */
 void check_fix_service(struct check *k, const char *verb);
 
@@ -73,6 +89,12 @@ void check_socket(struct check *k);
 void check_state(struct check *k);
 void check_pins(struct check *k);
 void check_sessions(struct check *k);
+
+/* ---- check_stores.c */
+
+void check_stores(struct check *k);
+void check_places(struct check *k);
+void check_io_uring(struct check *k);
 
 /* ---- check_system.c */
 

@@ -166,11 +166,10 @@ static const char *next_piece(const char **at, bool cures, size_t *ret_len)
     return NULL;
 }
 
-/* "WHAT; fix: COMMAND; WHAT ELSE; fix: COMMAND" */
-static void add_problem(struct check *k, const char *problem)
+void check_add_advice(struct check *k, enum check_level level, const char *item, const char *advice)
 {
-    char *text = calloc(1, strlen(problem) + 1);
-    const char *at = problem, *piece;
+    char *text = calloc(1, strlen(advice) + 1);
+    const char *at = advice, *piece;
     size_t len;
 
     if (!text)
@@ -179,9 +178,9 @@ static void add_problem(struct check *k, const char *problem)
         strcat(text, text[0] ? joint : "");
         strncat(text, piece, len);
     }
-    check_add(k, CHECK_FAIL, "problem", "%s", text);
+    check_add(k, level, item, "%s", text);
     free(text);
-    for (at = problem; (piece = next_piece(&at, true, &len));)
+    for (at = advice; (piece = next_piece(&at, true, &len));)
         check_fix(k, "%.*s", (int)(len - strlen(cure)), piece + strlen(cure));
 }
 
@@ -196,7 +195,7 @@ void check_state(struct check *k)
     else if (s->n_problems == 0)
         check_add(k, CHECK_WARN, "state", "%s, up %s", s->state, up);
     for (size_t i = 0; i < s->n_problems; i++)
-        add_problem(k, s->problems[i]);
+        check_add_advice(k, CHECK_FAIL, "problem", s->problems[i]);
 }
 
 /* ---- pins */

@@ -34,6 +34,27 @@ static uint64_t pool_bytes(const struct config *config)
     return sum;
 }
 
+/* Of the stores whose size is written. */
+static uint64_t store_bytes(const struct config *config)
+{
+    uint64_t sum = 0;
+
+    for (uint32_t i = 0; i < config->store_count; i++)
+        sum += config->stores[i].size;
+    return sum;
+}
+
+static void show_stores(const struct config *config)
+{
+    uint64_t bytes = store_bytes(config);
+    char size[SMALL_TEXT_SIZE];
+
+    text_size(bytes, size);
+    printf(", %u store%s", config->store_count, config->store_count == 1 ? "" : "s");
+    if (bytes)
+        printf(" (%s)", size);
+}
+
 static const char *plural(uint32_t n)
 {
     return n == 1 ? "" : "s";
@@ -49,11 +70,17 @@ static void show_config(const struct ctl *c, struct json_object *o, const char *
     out_number(o, "pools", config->pool_count);
     out_number(o, "pool_bytes", bytes);
     out_number(o, "sockets", config->socket_count);
+    out_number(o, "stores", config->store_count);
+    out_number(o, "store_bytes", store_bytes(config));
+    if (c->json)
+        return;
     text_size(bytes, size);
-    if (!c->json)
-        printf("%s: good: %u space%s, %u pool%s (%s), %u socket%s\n", path, config->space_count,
-               plural(config->space_count), config->pool_count, plural(config->pool_count), size,
-               config->socket_count, plural(config->socket_count));
+    printf("%s: good: %u space%s, %u pool%s (%s), %u socket%s", path, config->space_count,
+           plural(config->space_count), config->pool_count, plural(config->pool_count), size,
+           config->socket_count, plural(config->socket_count));
+    if (config->store_count)
+        show_stores(config);
+    putchar('\n');
 }
 
 int run_config_check(struct ctl *c, char **args, int n)

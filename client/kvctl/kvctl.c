@@ -49,6 +49,7 @@ static const struct option_spec check_options[] = {
 static const struct option_spec blocks_options[] = {
     {"limit", 'n', "N", "show at most N objects (default 100)"},
     {"all", 'a', NULL, "show all objects"},
+    {"tier", 0, "TIER", "ram (the pool itself, the default) or nvme (its spill stores)"},
     {NULL, 0, NULL, NULL},
 };
 
@@ -78,6 +79,30 @@ static const struct option_spec keys_options[] = {
 static const struct option_spec evict_options[] = {
     {"count", 'n', "N", "the N coldest objects"},
     {"tenant", 't', "T", "all objects of tenant T"},
+    {NULL, 0, NULL, NULL},
+};
+
+#define NO_WAIT                                                                                    \
+    {                                                                                              \
+        "no-wait", 0, NULL, "do not wait for the end; `kvctl spill` tells how far it is"           \
+    }
+
+static const struct option_spec spill_wait_options[] = {
+    NO_WAIT,
+    {NULL, 0, NULL, NULL},
+};
+
+static const struct option_spec spill_format_options[] = {
+    {"force", 0, NULL, "although something else is on it, or objects are lost"},
+    {"yes", 'y', NULL, "do not ask"},
+    NO_WAIT,
+    {NULL, 0, NULL, NULL},
+};
+
+static const struct option_spec spill_scrub_options[] = {
+    {"rate", 0, "SIZE",
+     "read at most so much per second (default: as fast as nobody is disturbed)"},
+    NO_WAIT,
     {NULL, 0, NULL, NULL},
 };
 
@@ -149,8 +174,11 @@ static const struct command commands[] = {
         .min_args = 1,
         .max_args = 1,
         .summary = "objects in a pool, in the order of their slots",
-        .help = "Needs an administrator's socket.",
-        .example = "kvctl blocks demo/kv --limit 20",
+        .help =
+            "With --tier nvme: what the pool's spill stores hold; SLOT is then the record in the "
+            "store. An object of the pool that has a copy in a store names that store. Needs an "
+            "administrator's socket.",
+        .example = "kvctl blocks demo/kv --tier nvme --limit 20",
         .options = blocks_options,
         .run = run_blocks,
     },
@@ -235,7 +263,124 @@ static const struct command commands[] = {
         .run = run_kill,
     },
     {
+        .heading = "NVMe: spill stores (acting needs an administrator's socket)",
+        .name = "spill status",
+        .args = "[STORE]",
+        .max_args = 1,
+        .summary = "stores, what they hold, what goes on; also: `kvctl spill`",
+        .help =
+            "RECORDS is how many objects fit, USED how many are there, QUEUED how many wait to be "
+            "written to the pool's stores. WRITTEN counts what the device was given since the "
+            "daemon began: watch it for wear. Below the table: what is wrong, and its fix. Exit "
+            "status 4 when a store is offline or read-only.",
+        .example = "kvctl spill status demo/kv/nvme0",
+        .run = run_spill_status,
+    },
+    {
+        .name = "spill format",
+        .args = "STORE",
+        .min_args = 1,
+        .max_args = 1,
+        .summary = "make a store anew; its objects are lost",
+        .help =
+            "Needed when the file or device holds something else, or a store of another model or "
+            "geometry: kvd does not touch those by itself. On a terminal it asks first. The "
+            "store is taken up afterwards.",
+        .example = "kvctl spill format demo/kv/nvme0 --force",
+        .options = spill_format_options,
+        .run = run_spill_format,
+    },
+    {
+        .name = "spill scrub",
+        .args = "[STORE]",
+        .max_args = 1,
+        .summary = "read all objects, drop those that are damaged",
+        .help =
+            "A damaged object is never served, scrubbed or not: each is checked when it is "
+            "fetched. Scrubbing finds out beforehand how well a device keeps its bytes. It goes "
+            "on when kvctl is interrupted; `kvctl spill stop` ends it.",
+        .example = "kvctl spill scrub --rate 200M",
+        .options = spill_scrub_options,
+        .run = run_spill_scrub,
+    },
+    {
+        .name = "spill trim",
+        .args = "[STORE]",
+        .max_args = 1,
+        .summary = "tell the device which parts are free",
+        .help = "Discards what holds no object (as fstrim does; in a file: punches holes). Helps a "
+                "drive after many objects have been removed; a store in normal use is full.",
+        .example = "kvctl spill trim demo/kv/nvme0",
+        .options = spill_wait_options,
+        .run = run_spill_trim,
+    },
+    {
+        .name = "spill online",
+        .args = "[STORE]",
+        .max_args = 1,
+        .summary = "use a store again that is offline or read-only",
+        .help =
+            "After its cause has been mended: a drive replaced, space made. The store is opened "
+            "and its table read as at start. Exit status 1 when that fails.",
+        .example = "kvctl spill online demo/kv/nvme0",
+        .options = spill_wait_options,
+        .run = run_spill_online,
+    },
+    {
+        .name = "spill offline",
+        .args = "[STORE]",
+        .max_args = 1,
+        .summary = "stop using a store, e.g. to take the drive out",
+        .help = "What is only there becomes a miss. What is on it stays, for `kvctl spill online`; "
+                "the next start of the daemon takes it up as well.",
+        .example = "kvctl spill offline demo/kv/nvme0",
+        .run = run_spill_offline,
+    },
+    {
+        .name = "spill sync",
+        .args = "[STORE]",
+        .max_args = 1,
+        .summary = "wait until all that is queued has been written",
+        .help =
+            "Before a restart, so that it loses nothing. Objects that are stored meanwhile count, "
+            "too: with workers at work it may take long.",
+        .example = "kvctl spill sync && systemctl restart kvd",
+        .options = spill_wait_options,
+        .run = run_spill_sync,
+    },
+    {
+        .name = "spill stop",
+        .args = "[STORE]",
+        .max_args = 1,
+        .summary = "end a scrub",
+        .example = "kvctl spill stop",
+        .run = run_spill_stop,
+    },
+    {
+        .name = "spill",
+        .max_args = ANY_NUMBER,
+        .summary = "the same as spill status",
+        .help = "A spill store is a file or a block device in which objects of a pool go on living "
+                "when memory is needed for others, and after a restart; [spill SPACE/POOL/NAME] in "
+                "kvd.conf(5) makes one. STORE is that name. Objects are written in the background, "
+                "parents first, and come back when a worker fetches them. A store that fails goes "
+                "offline, and all goes on in memory. There are: spill status, format, scrub, trim, "
+                "online, offline, sync, stop; each has its own --help.",
+        .example = "kvctl spill",
+        .run = run_spill,
+    },
+    {
         .heading = "Other",
+        .name = "completion",
+        .args = "SHELL",
+        .min_args = 1,
+        .max_args = 1,
+        .summary = "completion of commands, options and names: bash or zsh",
+        .help = "Prints a script. Names of pools, spaces and stores are asked of the daemon.",
+        .example = "source <(kvctl completion bash)",
+        .run = run_completion,
+    },
+    {
         .name = "version",
         .summary = "versions of kvctl and of the daemon",
         .example = "kvctl version",
@@ -467,19 +612,19 @@ static void print_help(void)
 
         if (commands[i].heading)
             printf("\n%s:\n", commands[i].heading);
-        printf("  %-20s  %s\n", synopsis(&commands[i], buf), commands[i].summary);
+        printf("  %-21s  %s\n", synopsis(&commands[i], buf), commands[i].summary);
     }
     puts("\nOptions:");
     print_options(global_options);
     puts("\nA POOL is SPACE/NAME or a number; a KEY is 2 to 64 hexadecimal digits, and then\n"
-         "possibly :GROUP.\n\n"
+         "possibly :GROUP; a STORE is SPACE/POOL/NAME.\n\n"
          "Exit status:\n"
          "  0  done, or healthy\n"
          "  1  failed\n"
          "  2  wrong usage\n"
          "  3  the daemon cannot be reached, or does not answer\n"
-         "  4  unhealthy: the daemon is not ready, or `check` found a failure\n"
-         "  5  there is no such pool, space, session or key\n"
+         "  4  unhealthy: the daemon is not ready, a store is offline, or `check` found a failure\n"
+         "  5  there is no such pool, space, store, session or key\n"
          "  6  refused: no permission\n\n"
          "`kvctl COMMAND --help` has an example for each. Manual: kvctl(1).");
 }
@@ -500,6 +645,133 @@ static int run_help(struct ctl *c, char **args, int n)
     if (!command)
         return unknown_command(args[0]);
     print_command_help(command);
+    return 0;
+}
+
+/* ---- completion */
+
+static void print_names(const struct option_spec *o)
+{
+    for (; o && o->name; o++) {
+        printf(" --%s", o->name);
+        if (o->letter)
+            printf(" -%c", o->letter);
+    }
+}
+
+/* Options of the whole program whose value is the next word. */
+static void print_valued(void)
+{
+    for (const struct option_spec *o = global_options; o->name; o++) {
+        if (!o->arg)
+            continue;
+        printf("%s--%s", o == global_options ? "" : "|", o->name);
+        if (o->letter)
+            printf("|-%c", o->letter);
+    }
+}
+
+/* What the first argument is: a command that lists such, or NULL. */
+static const char *lister(const struct command *command)
+{
+    const char *args = command->args ? command->args : "";
+
+    if (strstr(args, "POOL"))
+        return "pools";
+    if (strstr(args, "SPACE"))
+        return "spaces";
+    return strstr(args, "STORE") ? "spill" : NULL;
+}
+
+static void print_case(const struct command *command)
+{
+    const char *list = lister(command), *words = NULL;
+
+    if (strcmp(command->name, "help") == 0)
+        words = "$commands";
+    else if (strcmp(command->name, "completion") == 0)
+        words = "bash zsh";
+    printf("    \"%s\") options=\"", command->name);
+    print_names(command->options);
+    putchar('"');
+    if (words)
+        printf(" words=\"%s\"", words);
+    if (list)
+        printf(" names=%s", list);
+    puts(" ;;");
+}
+
+/* The first words; of two-word commands the second ones follow, as a case of their own. */
+static void print_heads(void)
+{
+    for (size_t i = 0; i < LENGTH(commands); i++) {
+        int n = (int)strcspn(commands[i].name, " ");
+
+        if (i == 0 || strcspn(commands[i - 1].name, " ") != (size_t)n ||
+            strncmp(commands[i].name, commands[i - 1].name, (size_t)n) != 0)
+            printf("%s%.*s", i ? " " : "", n, commands[i].name);
+    }
+}
+
+static void print_tails(void)
+{
+    for (size_t i = 0; i < LENGTH(commands); i++) {
+        const char *name = commands[i].name, *space = strchr(name, ' ');
+
+        if (space)
+            printf("    %.*s) seconds+=\" %s\" ;;&\n", (int)(space - name), name, space + 1);
+    }
+}
+
+int run_completion(struct ctl *c, char **args, int n)
+{
+    (void)c;
+    (void)n;
+    if (strcmp(args[0], "zsh") == 0)
+        puts("autoload -U +X bashcompinit && bashcompinit");
+    else if (strcmp(args[0], "bash") != 0)
+        return ctl_fail(EXIT_USAGE, "there is completion for bash and zsh, not for \"%.64s\"",
+                        args[0]);
+    printf("_kvctl() {\n    local commands=\"");
+    print_heads();
+    printf("\"\n    local cur=${COMP_WORDS[COMP_CWORD]} i first= second= seconds= options= words= "
+           "names=\n"
+           "    local -a socket=()\n"
+           "    for ((i = 1; i < COMP_CWORD; i++)); do\n"
+           "        case ${COMP_WORDS[i]} in\n"
+           "        -s|--socket) socket=(-s \"${COMP_WORDS[++i]}\") ;;\n"
+           "        ");
+    print_valued();
+    printf(") ((++i)) ;;\n"
+           "        -*) ;;\n"
+           "        *) if [[ -z $first ]]; then first=${COMP_WORDS[i]}; else "
+           "second=${second:-${COMP_WORDS[i]}}; fi ;;\n"
+           "        esac\n"
+           "    done\n"
+           "    case $first in\n");
+    print_tails();
+    printf("    '') words=$commands ;;\n"
+           "    esac\n"
+           "    if [[ -n $second && \" $seconds \" == *\" $second \"* ]]; then\n"
+           "        first+=\" $second\"\n"
+           "    else\n"
+           "        words+=$seconds\n"
+           "    fi\n"
+           "    case $first in\n");
+    for (size_t i = 0; i < LENGTH(commands); i++)
+        print_case(&commands[i]);
+    printf("    esac\n"
+           "    if [[ $cur == -* ]]; then\n"
+           "        words=\"$options");
+    print_names(global_options);
+    puts("\"\n"
+         "    elif [[ -n $names ]]; then\n"
+         "        words+=\" $(kvctl \"${socket[@]}\" \"$names\" --no-headers 2>/dev/null |\n"
+         "            awk '$1 !~ /:$/ { print $1 }')\"\n"
+         "    fi\n"
+         "    mapfile -t COMPREPLY < <(compgen -W \"$words\" -- \"$cur\")\n"
+         "}\n"
+         "complete -o default -F _kvctl kvctl");
     return 0;
 }
 

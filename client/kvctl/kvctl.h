@@ -162,6 +162,9 @@ int parse_hex(const char *what, const char *text, uint8_t *ret, size_t max, size
 /* A whole number from min to max. */
 int parse_number(const char *what, const char *text, uint64_t min, uint64_t max, uint64_t *ret);
 
+/* Bytes: a whole number, and then perhaps K, M, G or T. */
+int parse_size(const char *what, const char *text, uint64_t *ret);
+
 /* Seconds, with a fraction if need be; more than 0. */
 int parse_seconds(const char *what, const char *text, uint32_t *ret_ms);
 
@@ -182,6 +185,16 @@ int run_config_check(struct ctl *c, char **args, int n);
 int run_evict(struct ctl *c, char **args, int n);
 int run_flush(struct ctl *c, char **args, int n);
 int run_kill(struct ctl *c, char **args, int n);
+int run_spill(struct ctl *c, char **args, int n);
+int run_spill_status(struct ctl *c, char **args, int n);
+int run_spill_format(struct ctl *c, char **args, int n);
+int run_spill_scrub(struct ctl *c, char **args, int n);
+int run_spill_trim(struct ctl *c, char **args, int n);
+int run_spill_online(struct ctl *c, char **args, int n);
+int run_spill_offline(struct ctl *c, char **args, int n);
+int run_spill_sync(struct ctl *c, char **args, int n);
+int run_spill_stop(struct ctl *c, char **args, int n);
+int run_completion(struct ctl *c, char **args, int n);
 int run_version(struct ctl *c, char **args, int n);
 
 #endif

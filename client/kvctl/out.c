@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include "out.h"
 
+#include <errno.h>
 #include <inttypes.h>
 #include <libsmartcols.h>
 #include <pwd.h>
@@ -41,6 +42,11 @@ void out_text(struct json_object *o, const char *key, const char *text)
 void out_number(struct json_object *o, const char *key, uint64_t value)
 {
     add(o, key, json_object_new_uint64(value));
+}
+
+void out_signed(struct json_object *o, const char *key, int64_t value)
+{
+    add(o, key, json_object_new_int64(value));
 }
 
 void out_flag(struct json_object *o, const char *key, bool value)
@@ -132,6 +138,24 @@ static void show_user(uint64_t uid, char **ret)
         *ret = NULL;
 }
 
+/* "scrub 45 %", "scrub done", "trim failed". */
+static void show_task(struct json_object *task, char **ret)
+{
+    struct json_object *name = value_of(task, "name"), *status = value_of(task, "status");
+    uint64_t done = json_object_get_uint64(value_of(task, "done"));
+    uint64_t total = json_object_get_uint64(value_of(task, "total"));
+    char how[32] = "";
+
+    if (!json_object_get_boolean(value_of(task, "running")))
+        strcpy(how, json_object_get_int(status) == -ECANCELED ? " stopped"
+                    : json_object_get_int(status) < 0         ? " failed"
+                                                              : " done");
+    else if (total)
+        snprintf(how, sizeof(how), " %.0f %%", 100.0 * (double)done / (double)total);
+    if (asprintf(ret, "%s%s", json_object_get_string(name), how) < 0)
+        *ret = NULL;
+}
+
 /* The caller frees. */
 static char *show(struct json_object *v, enum out_kind kind)
 {
@@ -152,6 +176,9 @@ static char *show(struct json_object *v, enum out_kind kind)
     case OUT_LIST:
         show_list(v, &text);
         break;
+    case OUT_TASK:
+        show_task(v, &text);
+        break;
     default:
         text = strdup(json_object_get_string(v));
         break;
@@ -163,7 +190,8 @@ static char *show(struct json_object *v, enum out_kind kind)
 
 static bool is_bad_news(const char *text)
 {
-    static const char *const bad[] = {"degraded", "broken", "offline", "stopping"};
+    static const char *const bad[] = {"degraded",  "broken",  "offline",
+                                      "read-only", "waiting", "stopping"};
 
     for (size_t i = 0; i < sizeof(bad) / sizeof(bad[0]); i++)
         if (strcmp(text, bad[i]) == 0)
@@ -306,12 +334,34 @@ void out_clean(const char *text)
     free(copy);
 }
 
-void out_progress(const struct ctl *c, const char *what, uint64_t done, uint64_t total)
+void out_progress_text(const struct ctl *c, const char *text)
 {
     if (c->json || !isatty(STDERR_FILENO))
         return;
-    if (done < total)
-        fprintf(stderr, "\r%s: %" PRIu64 " of %" PRIu64 " slots\033[K", what, done, total);
+    if (text)
+        fprintf(stderr, "\r%s\033[K", text);
     else
         fputs("\r\033[K", stderr);
+}
+
+void out_progress(const struct ctl *c, const char *what, uint64_t done, uint64_t total)
+{
+    char text[256];
+
+    snprintf(text, sizeof(text), "%s: %" PRIu64 " of %" PRIu64 " slots", what, done, total);
+    out_progress_text(c, done < total ? text : NULL);
+}
+
+void out_rows(struct ctl *c, struct json_object *o, const char *key,
+              const struct out_column *columns, const char *none)
+{
+    struct json_object *rows = NULL;
+
+    json_object_object_get_ex(o, key, &rows);
+    if (c->json)
+        return;
+    if (json_object_array_length(rows))
+        out_table(c, rows, columns);
+    else
+        ctl_note("%s", none);
 }

@@ -21,6 +21,7 @@ enum out_kind {
     OUT_USER,     /* uid */
     OUT_LIST,     /* of strings, joined by commas */
     OUT_STATE,    /* text, coloured when it is bad news */
+    OUT_TASK,     /* an object as store_add() makes it */
 };
 
 enum out_flags {
@@ -48,6 +49,8 @@ struct json_object *out_array(struct json_object *o, const char *key);
 struct json_object *out_object(struct json_object *o, const char *key);
 struct json_object *out_row(struct json_object *array);
 
+void out_signed(struct json_object *o, const char *key, int64_t value);
+
 /* A table of an array of objects. */
 void out_table(const struct ctl *c, struct json_object *rows, const struct out_column *columns);
 
@@ -65,5 +68,12 @@ void out_clean(const char *text);
 
 /* Long work, on a terminal only; done == total takes the line away. */
 void out_progress(const struct ctl *c, const char *what, uint64_t done, uint64_t total);
+
+/* The same in words; NULL takes them away. */
+void out_progress_text(const struct ctl *c, const char *text);
+
+/* An array of the document as a table; a note when it is empty. */
+void out_rows(struct ctl *c, struct json_object *o, const char *key,
+              const struct out_column *columns, const char *none);
 
 #endif

@@ -3,7 +3,7 @@
 #include <stdio.h>
 #include <string.h>
 
-#include "out.h"
+#include "stores.h"
 
 /* ---- spaces, pools, sockets */
 
@@ -57,12 +57,29 @@ static const struct out_column pool_columns[] = {
     {"PINNED", "pinned", OUT_NUMBER, 0},
     {"QUARANTINED", "quarantined", OUT_NUMBER, 0},
     {"EVICTED", "evicted_total", OUT_NUMBER, 0},
+    {"STORED", "stored", OUT_NUMBER, OUT_MAYBE},
     {"BACKING", "backing", OUT_TEXT, 0},
     {"PAGE", "page_bytes", OUT_SIZE, 0},
     {NULL, NULL, OUT_TEXT, 0},
 };
 
-static void add_pool(struct json_object *rows, const Kvd__Proto__PoolStatus *x)
+/* Objects in the pool's stores. */
+static void add_stored(struct json_object *row, const char *pool, const Kvd__Proto__SpillReply *s)
+{
+    uint64_t stored = 0, n = 0;
+
+    for (size_t i = 0; i < s->n_stores; i++)
+        if (store_is_of(s->stores[i], pool)) {
+            stored += s->stores[i]->has_used ? s->stores[i]->used : 0;
+            n++;
+        }
+    if (n)
+        out_number(row, "stored", stored);
+}
+
+/* `stores` may be NULL. */
+static void add_pool(struct json_object *rows, const Kvd__Proto__PoolStatus *x,
+                     const Kvd__Proto__SpillReply *stores)
 {
     const Kvd__Proto__PoolInfo *i = x->info;
     struct json_object *row = out_row(rows);
@@ -85,6 +102,10 @@ static void add_pool(struct json_object *rows, const Kvd__Proto__PoolStatus *x)
     out_number(row, "pinned", x->pinned);
     out_number(row, "evicted_total", x->evicted_total);
     out_number(row, "committed_total", x->committed_total);
+    if (stores)
+        add_stored(row, ref.name, stores);
+    if (i->has_records)
+        out_number(row, "records", i->records);
     if (x->has_low_water)
         out_number(row, "low_water", x->low_water);
     out_text(row, "policy", x->policy);
@@ -95,12 +116,13 @@ static void add_pool(struct json_object *rows, const Kvd__Proto__PoolStatus *x)
     out_text(row, "ladder", x->ladder);
 }
 
-static void add_pools(struct json_object *o, const Kvd__Proto__StatusReply *s)
+static void add_pools(struct json_object *o, const Kvd__Proto__StatusReply *s,
+                      const Kvd__Proto__SpillReply *stores)
 {
     struct json_object *rows = out_array(o, "pools");
 
     for (size_t i = 0; i < s->n_pools; i++)
-        add_pool(rows, s->pools[i]);
+        add_pool(rows, s->pools[i], stores);
 }
 
 static const struct out_column socket_columns[] = {
@@ -126,21 +148,6 @@ static void add_sockets(struct json_object *o, const Kvd__Proto__StatusReply *s)
     }
 }
 
-/* An array of the document as a table; a sentence when it is empty. */
-static void print_rows(struct ctl *c, struct json_object *o, const char *key,
-                       const struct out_column *columns, const char *none)
-{
-    struct json_object *rows = NULL;
-
-    json_object_object_get_ex(o, key, &rows);
-    if (c->json)
-        return;
-    if (json_object_array_length(rows))
-        out_table(c, rows, columns);
-    else
-        ctl_note("%s", none);
-}
-
 static const char no_spaces[] = "this socket shows no space";
 static const char no_pools[] = "this socket shows no pool";
 
@@ -156,7 +163,7 @@ int run_spaces(struct ctl *c, char **args, int n)
         return r;
     o = out_document();
     add_spaces(o, reply.response->status_reply);
-    print_rows(c, o, "spaces", space_columns, no_spaces);
+    out_rows(c, o, "spaces", space_columns, no_spaces);
     out_end(c, o);
     control_reply_free(&reply);
     return 0;
@@ -164,18 +171,22 @@ int run_spaces(struct ctl *c, char **args, int n)
 
 int run_pools(struct ctl *c, char **args, int n)
 {
-    struct control_reply reply;
+    struct control_reply reply, stores;
     struct json_object *o;
     int r = ctl_get_status(c, &reply);
+    bool has_stores;
 
     (void)args;
     (void)n;
     if (r)
         return r;
+    has_stores = stores_try(c, &stores);
     o = out_document();
-    add_pools(o, reply.response->status_reply);
-    print_rows(c, o, "pools", pool_columns, no_pools);
+    add_pools(o, reply.response->status_reply, has_stores ? stores.response->spill : NULL);
+    out_rows(c, o, "pools", pool_columns, no_pools);
     out_end(c, o);
+    if (has_stores)
+        control_reply_free(&stores);
     control_reply_free(&reply);
     return 0;
 }
@@ -194,7 +205,8 @@ static const struct out_column status_columns[] = {
     {NULL, NULL, OUT_TEXT, 0},
 };
 
-static struct json_object *status_document(const Kvd__Proto__StatusReply *s)
+static struct json_object *status_document(const Kvd__Proto__StatusReply *s,
+                                           const Kvd__Proto__SpillReply *stores)
 {
     struct json_object *o = out_document();
 
@@ -208,12 +220,15 @@ static struct json_object *status_document(const Kvd__Proto__StatusReply *s)
     out_number(o, "connections", s->connections);
     out_texts(o, "problems", s->problems, s->n_problems);
     add_spaces(o, s);
-    add_pools(o, s);
+    add_pools(o, s, stores);
+    if (stores)
+        stores_add(o, stores);
     add_sockets(o, s);
     return o;
 }
 
-static void print_status(struct ctl *c, struct json_object *o, const Kvd__Proto__StatusReply *s)
+static void print_status(struct ctl *c, struct json_object *o, const Kvd__Proto__StatusReply *s,
+                         const Kvd__Proto__SpillReply *stores)
 {
     if (c->json)
         return;
@@ -223,17 +238,22 @@ static void print_status(struct ctl *c, struct json_object *o, const Kvd__Proto_
         out_clean(s->problems[i]);
     }
     putchar('\n');
-    print_rows(c, o, "spaces", space_columns, no_spaces);
+    out_rows(c, o, "spaces", space_columns, no_spaces);
     putchar('\n');
-    print_rows(c, o, "pools", pool_columns, no_pools);
+    out_rows(c, o, "pools", pool_columns, no_pools);
     putchar('\n');
-    print_rows(c, o, "sockets", socket_columns, "no sockets");
+    if (stores) {
+        stores_print(c, o, stores, s);
+        putchar('\n');
+    }
+    out_rows(c, o, "sockets", socket_columns, "no sockets");
 }
 
 int run_status(struct ctl *c, char **args, int n)
 {
+    const Kvd__Proto__SpillReply *spill = NULL;
     const Kvd__Proto__StatusReply *s;
-    struct control_reply reply;
+    struct control_reply reply, stores;
     struct json_object *o;
     int r = ctl_get_status(c, &reply);
 
@@ -242,9 +262,13 @@ int run_status(struct ctl *c, char **args, int n)
     if (r)
         return r;
     s = reply.response->status_reply;
-    o = status_document(s);
-    print_status(c, o, s);
+    if (stores_try(c, &stores))
+        spill = stores.response->spill;
+    o = status_document(s, spill);
+    print_status(c, o, s, spill);
     out_end(c, o);
+    if (spill)
+        control_reply_free(&stores);
     r = strcmp(s->state, "ready") == 0 ? EXIT_FINE : EXIT_UNHEALTHY;
     control_reply_free(&reply);
     return r;
@@ -311,7 +335,7 @@ int run_sessions(struct ctl *c, char **args, int n)
     rows = out_array(o, "sessions");
     for (size_t i = 0; i < s->n_sessions; i++)
         add_session(rows, s->sessions[i], control_hello(c->control)->session);
-    print_rows(c, o, "sessions", session_columns, "no sessions");
+    out_rows(c, o, "sessions", session_columns, "no sessions");
     out_end(c, o);
     control_reply_free(&reply);
     return 0;
@@ -334,6 +358,20 @@ static const struct out_column block_columns[] = {
     {"TENANT", "tenant", OUT_NUMBER, 0},
     {"AGE", "age_s", OUT_DURATION, 0},
     {"WRITER", "session", OUT_NUMBER, OUT_MAYBE},
+    {"STORE", "store", OUT_TEXT, OUT_MAYBE},
+    {"KEY", "name", OUT_TEXT, 0},
+    {NULL, NULL, OUT_TEXT, 0},
+};
+
+/* Of tier nvme. */
+static const struct out_column record_columns[] = {
+    {"STORE", "store", OUT_TEXT, 0},
+    {"RECORD", "slot", OUT_NUMBER, 0},
+    {"BYTES", "bytes", OUT_SIZE, 0},
+    {"EPOCH", "epoch", OUT_NUMBER, OUT_MAYBE},
+    {"POSITION", "position", OUT_NUMBER, OUT_MAYBE},
+    {"TENANT", "tenant", OUT_NUMBER, OUT_MAYBE},
+    {"AGE", "age_s", OUT_DURATION, OUT_MAYBE},
     {"KEY", "name", OUT_TEXT, 0},
     {NULL, NULL, OUT_TEXT, 0},
 };
@@ -378,7 +416,18 @@ static void add_meta(struct json_object *o, const Kvd__Proto__Meta *m)
         out_hex(o, "user", m->user.data, m->user.len);
 }
 
-static void fill_block(struct json_object *o, const Kvd__Proto__BlockInfo *b)
+/* As commands take it, "space/pool/name". */
+static void add_store(struct json_object *o, const char *store, const char *pool)
+{
+    char name[2 * POOL_NAME_SIZE];
+
+    if (!store || !store[0])
+        return;
+    snprintf(name, sizeof(name), "%s/%s", pool, store);
+    out_text(o, "store", strchr(store, '/') ? store : name);
+}
+
+static void fill_block(struct json_object *o, const Kvd__Proto__BlockInfo *b, const char *pool)
 {
     out_number(o, "slot", b->slot);
     add_name(o, b->key);
@@ -394,12 +443,14 @@ static void fill_block(struct json_object *o, const Kvd__Proto__BlockInfo *b)
         out_number(o, "session", b->session);
     if (b->has_age_s)
         out_number(o, "age_s", b->age_s);
+    add_store(o, b->store, pool);
     if (b->meta)
         add_meta(o, b->meta);
 }
 
 struct listing {
     struct pool_ref pool;
+    const char *tier;
     uint64_t left;   /* may be shown */
     uint64_t cursor; /* slot to go on from */
     bool more;
@@ -418,6 +469,7 @@ static int next_blocks(struct ctl *c, struct listing *l, struct json_object *row
     q.has_cursor = q.has_limit = true;
     q.cursor = l->cursor;
     q.limit = (uint32_t)(l->left < most ? l->left : most);
+    q.tier = (char *)(uintptr_t)l->tier; /* packed only */
     request.body_case = KVD__PROTO__REQUEST__BODY_BLOCKS;
     request.blocks = &q;
     r = ctl_call(c, &request, KVD__PROTO__RESPONSE__BODY_BLOCKS, &reply);
@@ -425,7 +477,7 @@ static int next_blocks(struct ctl *c, struct listing *l, struct json_object *row
         return r;
     b = reply.response->blocks;
     for (size_t i = 0; i < b->n_blocks; i++)
-        fill_block(out_row(rows), b->blocks[i]);
+        fill_block(out_row(rows), b->blocks[i], l->pool.name);
     l->more = b->has_next && b->next > l->cursor;
     l->cursor = b->next;
     l->left -= b->n_blocks < l->left ? b->n_blocks : l->left;
@@ -443,6 +495,22 @@ static int blocks_limit(const struct ctl *c, uint64_t *ret_limit)
     return limit ? parse_number("--limit", limit, 1, UINT32_MAX, ret_limit) : 0;
 }
 
+static int blocks_tier(const struct ctl *c, const char **ret_tier)
+{
+    const char *tier = ctl_option(c, "tier");
+
+    *ret_tier = tier ? tier : "ram";
+    if (strcmp(*ret_tier, "ram") == 0 || strcmp(*ret_tier, "nvme") == 0)
+        return 0;
+    return ctl_fail(EXIT_USAGE, "--tier is ram or nvme, not \"%.64s\"", tier);
+}
+
+static void print_blocks(struct ctl *c, struct json_object *o, bool nvme)
+{
+    out_rows(c, o, "blocks", nvme ? record_columns : block_columns,
+             nvme ? "no object of the pool is in a spill store" : "the pool is empty");
+}
+
 int run_blocks(struct ctl *c, char **args, int n)
 {
     struct listing l = {.more = true};
@@ -451,17 +519,20 @@ int run_blocks(struct ctl *c, char **args, int n)
 
     (void)n;
     if (r == 0)
+        r = blocks_tier(c, &l.tier);
+    if (r == 0)
         r = ctl_find_pool(c, args[0], &l.pool);
     if (r)
         return r;
     o = out_document();
     out_text(o, "pool", l.pool.name);
+    out_text(o, "tier", l.tier);
     rows = out_array(o, "blocks");
     while (r == 0 && l.more && l.left)
         r = next_blocks(c, &l, rows);
     if (r == 0) {
         out_flag(o, "more", l.more);
-        print_rows(c, o, "blocks", block_columns, "the pool is empty");
+        print_blocks(c, o, strcmp(l.tier, "nvme") == 0);
         out_end(c, o);
         if (l.more && !c->json)
             ctl_note("there are more; `--all` shows them");
@@ -479,7 +550,9 @@ static const struct out_column why_columns[] = {
     {"state", "state", OUT_TEXT, 0},
     {"because", "detail", OUT_TEXT, 0},
     {"since", "age_s", OUT_DURATION, 0},
+    {"tier", "tier", OUT_TEXT, 0},
     {"slot", "block.slot", OUT_NUMBER, 0},
+    {"store", "block.store", OUT_TEXT, 0},
     {"since", "block.age_s", OUT_DURATION, 0},
     {"bytes", "block.bytes", OUT_SIZE, 0},
     {"pins", "block.pins", OUT_NUMBER, 0},
@@ -489,6 +562,15 @@ static const struct out_column why_columns[] = {
     {"parent", "block.parent", OUT_TEXT, 0},
     {NULL, NULL, OUT_TEXT, 0},
 };
+
+/* Objects of the pool are live, reserved or leaving; in a store they are none of these. */
+static const char *tier_of(const Kvd__Proto__BlockInfo *b)
+{
+    bool ram = strcmp(b->state, "live") == 0 || strcmp(b->state, "reserved") == 0 ||
+               strcmp(b->state, "leaving") == 0;
+
+    return ram || !b->store ? "ram" : "nvme";
+}
 
 static int print_why(struct ctl *c, const struct pool_ref *pool, const Kvd__Proto__Key *key,
                      const Kvd__Proto__WhyReply *w)
@@ -502,8 +584,10 @@ static int print_why(struct ctl *c, const struct pool_ref *pool, const Kvd__Prot
     out_text(o, "detail", w->detail);
     if (w->has_age_s)
         out_number(o, "age_s", w->age_s);
-    if (w->block)
-        fill_block(out_object(o, "block"), w->block);
+    if (w->block) {
+        out_text(o, "tier", tier_of(w->block));
+        fill_block(out_object(o, "block"), w->block, pool->name);
+    }
     if (!c->json)
         out_fields(c, o, why_columns);
     out_end(c, o);

@@ -117,19 +117,21 @@ static void print_openmetrics(const Kvd__Proto__StatsReply *all)
 /* ---- table and JSON */
 
 static const struct out_column stat_columns[] = {
-    {"NAME", "name", OUT_TEXT, 0},
-    {"POOL", "pool", OUT_TEXT, OUT_MAYBE},
-    {"TENANT", "tenant", OUT_NUMBER, OUT_MAYBE},
-    {"VALUE", "value", OUT_NUMBER, 0},
-    {"RATE", "rate", OUT_NUMBER, OUT_MAYBE},
-    {"HELP", "help", OUT_TEXT, OUT_CUT},
-    {NULL, NULL, OUT_TEXT, 0},
+    {"NAME", "name", OUT_TEXT, 0},         {"POOL", "pool", OUT_TEXT, OUT_MAYBE},
+    {"TIER", "tier", OUT_TEXT, OUT_MAYBE}, {"TENANT", "tenant", OUT_NUMBER, OUT_MAYBE},
+    {"VALUE", "value", OUT_NUMBER, 0},     {"RATE", "rate", OUT_NUMBER, OUT_MAYBE},
+    {"HELP", "help", OUT_TEXT, OUT_CUT},   {NULL, NULL, OUT_TEXT, 0},
 };
+
+static bool is_same_text(const char *a, const char *b)
+{
+    return a && b ? strcmp(a, b) == 0 : a == b;
+}
 
 static bool is_same(const Kvd__Proto__Stat *a, const Kvd__Proto__Stat *b)
 {
-    return strcmp(a->name, b->name) == 0 && !a->pool == !b->pool &&
-           (!a->pool || strcmp(a->pool, b->pool) == 0) && a->has_tenant == b->has_tenant &&
+    return strcmp(a->name, b->name) == 0 && is_same_text(a->pool, b->pool) &&
+           is_same_text(a->tier, b->tier) && a->has_tenant == b->has_tenant &&
            (!a->has_tenant || a->tenant == b->tenant);
 }
 

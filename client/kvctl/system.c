@@ -97,6 +97,15 @@ bool system_room(const struct system *s, const char *path, uint64_t *ret)
     return true;
 }
 
+uint64_t system_allocated(const struct system *s, const char *path)
+{
+    char full[PATH_MAX];
+    struct stat st;
+
+    snprintf(full, sizeof(full), "%s%s", s->root, path);
+    return stat(full, &st) == 0 ? (uint64_t)st.st_blocks * 512 : 0;
+}
+
 /* ---- mounts: /proc/self/mountinfo, see proc(5) */
 
 /* "\040" is a blank. In place. */

@@ -33,6 +33,9 @@ bool system_is_directory(const struct system *s, const char *path);
 /* Bytes free on the file system that holds path. */
 bool system_room(const struct system *s, const char *path, uint64_t *ret);
 
+/* Bytes that a file takes of its file system; 0: it is not there. */
+uint64_t system_allocated(const struct system *s, const char *path);
+
 struct mount {
     char point[256];
     char type[32];

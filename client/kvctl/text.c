@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 
 #include "kvctl.h"
 
@@ -103,6 +104,29 @@ int parse_number(const char *what, const char *text, uint64_t min, uint64_t max,
                         "%s is a whole number from %" PRIu64 " to %" PRIu64 ", not \"%.80s\"", what,
                         min, max, text);
     *ret = value;
+    return 0;
+}
+
+int parse_size(const char *what, const char *text, uint64_t *ret)
+{
+    static const char units[] = "KMGT";
+    unsigned long long value = 0;
+    const char *unit;
+    char *end = NULL;
+    unsigned shift = 0;
+
+    errno = 0;
+    if (*text >= '0' && *text <= '9')
+        value = strtoull(text, &end, 10);
+    unit = end && *end ? strchr(units, *end & ~0x20) : NULL;
+    if (unit) {
+        shift = 10 * (unsigned)(unit - units + 1);
+        end += strncasecmp(end + 1, "iB", 2) == 0 ? 3 : 1;
+    }
+    if (!end || *end || errno || value > UINT64_MAX >> shift)
+        return ctl_fail(EXIT_USAGE, "%s is a size such as 512K, 200M or 1G, not \"%.80s\"", what,
+                        text);
+    *ret = value << shift;
     return 0;
 }
 

@@ -92,6 +92,12 @@ bool store_may_write(struct store *st, uint64_t bytes)
     return true;
 }
 
+void store_unwrite(struct store *st, uint64_t bytes)
+{
+    st->tokens += (int64_t)bytes;
+    st->day_written -= st->day_written < bytes ? st->day_written : bytes;
+}
+
 /* ---- going offline */
 
 static void abort_writes(struct store *st)
@@ -176,6 +182,7 @@ void store_count(struct store *st, int error)
         st->failures = 0;
         return;
     case -ECANCELED: /* nothing that the device has done */
+    case -ESHUTDOWN:
     case -ESTALE:
     case -EFAULT:
     case -ENOSPC:
@@ -195,16 +202,26 @@ void store_count(struct store *st, int error)
 
 static bool is_quiet(const struct store *st)
 {
-    return !st->n_transfers && !st->in_io && sectors_idle(st) && st->super_copy < 0 && !st->task;
+    return !st->n_transfers && !st->in_io && sectors_idle(st) && !st->super_issued && !st->task;
 }
 
+/* At the end of the process what a device that hangs may still write to stays where it is. */
 static void drop_io(struct store *st)
 {
+    bool owned = st->busy_pieces || sectors_oldest_ns(st) || st->super_issued;
+
+    if (owned) {
+        st->pieces = NULL;
+        st->sectors = NULL;
+        st->super_image = NULL;
+    }
     if (st->io)
         epoll_ctl(st->nvme->epoll_fd, EPOLL_CTL_DEL, st->io->fd, NULL);
     io_free(st->io);
     st->io = NULL;
     st->n_ops = 0;
+    st->has_refused = false;
+    st->super_copy = -1;
     pieces_free(st);
     sectors_free(st);
     free(st->super_image);
@@ -251,6 +268,9 @@ int store_start(struct store *st, enum store_job job, bool force)
 
     if (st->state != STORE_OFFLINE || st->task)
         return -EBUSY;
+    while (record_drop_store(st)) /* what an opening that failed has left */
+        ;
+    st->n_unresolved = st->n_erase = 0;
     pool_geometry(st->spill->pool, &spec.geometry);
     set_all_free(st, st->planned);
     st->records = st->planned;
@@ -314,8 +334,8 @@ static int make_io(struct store *st)
 }
 
 /* Which epoch counts. Before anybody has attached, the younger one of store and space, so that what was
- * stored is found again. Later the space's is fixed; a store that comes late with another one is either
- * behind (then it holds nothing that counts) or nobody can tell which of the two is right. */
+ * stored is found again. Later the space's is fixed; a store that comes late with another one is empty, or
+ * behind (then it holds nothing that counts), or nobody can tell which of the two is right. */
 static int settle_epoch(struct store *st)
 {
     struct space *space = st->spill->pool->space;
@@ -326,7 +346,7 @@ static int settle_epoch(struct store *st)
             space_set_epoch(space, epoch);
         return 0;
     }
-    if (epoch < space->epoch || (epoch == space->epoch && !space->resets))
+    if (epoch < space->epoch || (epoch == space->epoch && !space->resets) || !st->used)
         return 0;
     snprintf(
         st->problem, sizeof(st->problem),
@@ -373,6 +393,7 @@ static void opened(struct store *st, uint64_t broken)
     st->was_online = true;
     st->spill->purging = true; /* what other epochs have left */
     st->spill->purge_cursor = 0;
+    spill_consider_all(st->spill);
     task_ended(st, 0, "%u of %u objects found%s", st->used, st->records,
                broken ? "; some records were damaged" : "");
     store_log(st, LOG_INFO, "store %s (%s): %u of %u objects, epoch %u, %s%s%s", st->name, st->path,
@@ -630,7 +651,7 @@ void store_check_hang(struct store *st, uint64_t now)
 
     if (st->super_issued && (!oldest || st->super_since_ns < oldest))
         oldest = st->super_since_ns;
-    if (!oldest || now - oldest < limit)
+    if (st->state != STORE_ONLINE || !oldest || oldest >= now || now - oldest < limit)
         return;
     st->stats.timeouts++;
     store_failed(st, -ETIMEDOUT, "look at the device (dmesg), then `kvctl spill online`",
@@ -656,6 +677,7 @@ void store_free(struct store *st)
     if (st->policy)
         policy_lru.destroy(st->policy);
     free(st->unresolved);
+    free(st->erase);
     free(st->free_bits);
     free(st);
 }
@@ -749,16 +771,24 @@ static int begin_format(struct store *st, bool force, char *ret_why, size_t n)
     st->then_force = true; /* ours, and empty or given up */
     snprintf(st->problem, sizeof(st->problem), "it is being formatted");
     close_store(st);
+    task_begun(st, "format", "bytes", 0);
     return 0;
 }
 
 static int begin_trim(struct store *st, char *ret_why, size_t n)
 {
+    uint8_t *bits;
     int r;
 
     if (st->state != STORE_ONLINE || st->task || st->last_task.running)
         return refuse(ret_why, n, -EBUSY, "it is not online, or something else is running on it");
-    r = store_task_trim(&st->file, (const uint8_t *)st->free_bits, st->nvme->event_fd, &st->task);
+    /* The file may have more slots than the configuration: those are left alone. */
+    bits = calloc(1, st->file.super.records / 8 + 8);
+    if (!bits)
+        return refuse(ret_why, n, -ENOMEM, "out of memory");
+    memcpy(bits, st->free_bits, (st->records + 7) / 8);
+    r = store_task_trim(&st->file, bits, st->nvme->event_fd, &st->task);
+    free(bits);
     if (r < 0)
         return refuse(ret_why, n, r, "cannot begin: %s", strerror(-r));
     st->job = STORE_TRIM;
@@ -792,6 +822,7 @@ static int go_online(struct store *st, char *ret_why, size_t n)
         return refuse(ret_why, n, -EALREADY, "it is being opened");
     if (st->state == STORE_CLOSING) {
         st->then = STORE_OPEN;
+        task_begun(st, "open", "bytes", 0);
         return 0;
     }
     return store_start(st, STORE_OPEN, false);

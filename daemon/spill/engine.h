@@ -29,7 +29,8 @@ struct record {
     uint32_t parent;     /* record of the parent, NO_RECORD: unknown, or not stored */
     uint32_t parent_use; /* its `use` when the link was made */
     uint32_t use; /* the generation that was written: who kept a number sees that it is another */
-    uint32_t children; /* stored ones that name this as parent: it stays as long as they do (I2) */
+    uint32_t children; /* that name this as parent, stored or on their way: it stays as long as they do
+                        * (I2) */
     uint32_t slot;     /* SLOT_NONE, or where the object is in ram */
     uint32_t tick;     /* last use; while loading: unused */
     uint32_t tenant;
@@ -78,8 +79,9 @@ struct spill {
     struct spill_stats stats;
 };
 
-/* A free record of the store, or the coldest tail's. NO_RECORD: everything is in use. */
-uint32_t record_take(struct store *st);
+/* A free record of the store, or the coldest tail's, for a child of `parent` (NO_RECORD: of nobody), which
+ * stays as long as the child does. NO_RECORD: everything is in use. */
+uint32_t record_take(struct store *st, uint32_t parent);
 
 /* RECORD_WRITING -> STORED: it is found from now on. */
 int record_store(struct spill *s, uint32_t r, const struct format_record *m);
@@ -117,7 +119,7 @@ enum store_state {
 };
 
 struct unresolved { /* a loaded record whose parent was not loaded yet */
-    uint32_t record;
+    uint32_t record, use;
     uint32_t epoch;
     struct shm_key parent;
 };
@@ -161,8 +163,12 @@ struct store {
     uint32_t in_io, in_write; /* pieces with the device; of them, writes */
     uint32_t busy_pieces;
     struct sectors *sectors;
+    uint32_t *erase; /* records to be erased whose sector has no room, or while the store is opened */
+    size_t n_erase, max_erase;
     struct io_op ops[64]; /* not submitted yet */
     uint32_t n_ops;
+    struct io_done refused; /* an operation that the backend will not take: as if it had failed */
+    bool has_refused;
     uint32_t hashes;           /* pieces that wait for room in the digest pool */
     struct list reads, writes; /* transfers that have pieces to begin, in order */
     uint32_t n_transfers;
@@ -233,6 +239,7 @@ void store_free(struct store *st);
 
 /* May so many bytes be written now? Takes them from the budget. */
 bool store_may_write(struct store *st, uint64_t bytes);
+void store_unwrite(struct store *st, uint64_t bytes); /* gives them back: nothing was written */
 
 /* What the pool's stores must be made for. */
 void pool_geometry(const struct pool *p, struct format_geometry *ret);
@@ -328,10 +335,17 @@ void transfer_recorded(struct transfer *t, bool user, int error);
 
 /* ---- write.c, fetch.c */
 
-void writes_run(struct spill *s);
+/* True: there is more to look at. */
+bool writes_run(struct spill *s);
+
+/* The record was found to be of an object that is in ram. */
+void write_adopt(struct spill *s, uint32_t r, const struct shm_key *key, uint32_t epoch);
 void write_pieces_done(struct transfer *t);
 void write_recorded(struct transfer *t, bool user, int error);
 void spill_unblock(struct spill *s);
+
+/* A store has come: what is in ram and in no store may be written to it. */
+void spill_consider_all(struct spill *s);
 
 void fetch_pieces_done(struct transfer *t);
 void fetch_sector_read(struct transfer *t, bool user, const uint8_t *bytes, int error);

@@ -251,7 +251,7 @@ static int start(struct attach *a, const struct fetch_ask *ask, uint32_t r)
     struct spill_entry x;
     struct transfer *t;
     uint32_t slot;
-    int e = store_usable(st) && spill_entry(a->pool, r, &x) ? 0 : -ENOENT;
+    int e = store_usable(st) && !s->records[r].doomed && spill_entry(a->pool, r, &x) ? 0 : -ENOENT;
 
     if (e == 0 && s->records[r].reads == UINT8_MAX)
         e = -EBUSY;
@@ -375,6 +375,7 @@ static void finish(struct transfer *t, int error)
     struct spill *s = st->spill;
     struct pool *p = s->pool;
     uint32_t slot = t->slot;
+    int device = error;
 
     s->records[t->record].reads--;
     if (!error && s->records[t->record].doomed)
@@ -388,8 +389,6 @@ static void finish(struct transfer *t, int error)
         slot_back(p, slot);
         if (is_lost(error))
             drop_record(t, error);
-        else if (error == -ESTALE && !s->records[t->record].reads)
-            record_free(s, t->record);
         if (error != -ESTALE && error != -ECANCELED)
             s->stats.fetch_failed++;
     } else {
@@ -397,7 +396,7 @@ static void finish(struct transfer *t, int error)
         st->stats.read_bytes += t->meta.bytes * p->parts;
     }
     record_read_end(st, t->record);
-    store_count(st, error);
+    store_count(st, device);
     tell_all(t, is_lost(error) ? -EIO : error, slot);
     transfer_free(t);
 }

@@ -31,6 +31,7 @@ const struct io_sys io_sys_real = {
     .pwritev2 = pwritev2,
     .ring_init = io_uring_queue_init_params,
     .ring_register_probe = io_uring_register_probe,
+    .ring_register_eventfd = io_uring_register_eventfd,
     .ring_register_files = io_uring_register_files,
     .ring_register_buffers = io_uring_register_buffers,
     .ring_submit = io_uring_submit,

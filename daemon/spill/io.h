@@ -135,7 +135,7 @@ void io_fault_release(struct io *io);
  * "write:error=EIO:after=10:times=3,read:hang:from=1M:to=2M" -> faults, for test programs:
  *   read|write|any : error=NAME|short=BYTES|torn=BYTES|flip|hang|delay=MS|refused=NAME
  *   [:from=BYTES][:to=BYTES][:after=N][:times=N]
- * BYTES take K, M, G. Returns how many (none for ""), or -EINVAL.
+ * BYTES take K, M, G, T; `from` needs `to`. Returns how many (none for ""), or -EINVAL.
  */
 int io_fault_parse(const char *text, struct io_fault *ret, uint32_t max);
 

@@ -432,7 +432,7 @@ static int parse_number(const char *text, uint64_t max, uint64_t *ret)
     unit = *end ? strchr(units, *end) : NULL;
     if (errno || (*end && (!unit || end[1])))
         return -EINVAL;
-    for (; unit && unit >= units; unit--)
+    for (const char *u = units; unit && u <= unit; u++)
         if (__builtin_mul_overflow(v, 1024ull, &v))
             return -EINVAL;
     if (v > max)

@@ -23,6 +23,7 @@ struct io_sys {
 
     int (*ring_init)(unsigned entries, struct io_uring *ring, struct io_uring_params *p);
     int (*ring_register_probe)(struct io_uring *ring, struct io_uring_probe *probe, unsigned n);
+    int (*ring_register_eventfd)(struct io_uring *ring, int fd);
     int (*ring_register_files)(struct io_uring *ring, const int *fds, unsigned n);
     int (*ring_register_buffers)(struct io_uring *ring, const struct iovec *iov, unsigned n);
     int (*ring_submit)(struct io_uring *ring);

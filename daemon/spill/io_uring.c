@@ -5,10 +5,17 @@
  *
  * DEFER_TASKRUN: completions are finished only when this thread enters the kernel for them, in one
  * go and without interrupting it. TASKRUN_FLAG tells that some wait; without it, looking into the
- * completion ring would never show them. The ring's descriptor is readable either way.
+ * completion ring would never show them.
+ *
+ * The ring's own descriptor does not do for epoll: a completion that is deferred so wakes nobody who
+ * polls the ring (seen on 6.18: readable when asked, but no wake-up), only an eventfd registered with
+ * it. So that is `fd`. It counts announcements, not completions: reaping clears it, and writes to it
+ * again when something was left.
  */
 #include <errno.h>
 #include <stdlib.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
 
 #include "daemon/spill/io_sys.h"
 
@@ -31,7 +38,7 @@ struct uring {
     struct io io;
     const struct io_sys *sys;
     struct io_uring ring;
-    int fd;
+    int fd; /* the file's; io.fd is the eventfd */
     bool fixed_file;
     uint32_t in_flight;
     uint32_t n_spans;
@@ -150,22 +157,35 @@ static bool kernel_has_more(const struct uring *u)
     return IO_URING_READ_ONCE(*u->ring.sq.kflags) & (IORING_SQ_TASKRUN | IORING_SQ_CQ_OVERFLOW);
 }
 
-static int uring_reap(struct io *io, struct io_done *ret, uint32_t max)
+static uint32_t gather(struct uring *u, struct io_done *ret, uint32_t max)
 {
-    struct uring *u = uring_of(io);
     uint32_t n = take(u, ret, max);
 
     while (n < max && kernel_has_more(u)) {
-        uint32_t more;
+        uint32_t before = n;
 
-        /* When that fails the descriptor stays readable, and we are asked again. */
-        if (u->sys->ring_get_events(&u->ring) < 0)
+        if (u->sys->ring_get_events(&u->ring) == 0)
+            n += take(u, ret + n, max - n);
+        if (n == before)
             break;
-        more = take(u, ret + n, max - n);
-        if (!more)
-            break;
-        n += more;
     }
+    return n;
+}
+
+/*
+ * Finishing completions announces them once more, so the eventfd is cleared after that. The second
+ * look is for what came before it was cleared; what comes later announces itself.
+ */
+static int uring_reap(struct io *io, struct io_done *ret, uint32_t max)
+{
+    struct uring *u = uring_of(io);
+    uint32_t n = gather(u, ret, max);
+    eventfd_t ignored;
+
+    eventfd_read(io->fd, &ignored);
+    n += gather(u, ret + n, max - n);
+    if (io_uring_cq_ready(&u->ring) || kernel_has_more(u))
+        eventfd_write(io->fd, 1);
     return (int)n;
 }
 
@@ -185,6 +205,7 @@ static void uring_destroy(struct io *io)
     if (!u->in_flight && io->registered)
         io_uring_unregister_buffers(&u->ring);
     io_uring_queue_exit(&u->ring);
+    close(io->fd);
     free(u);
 }
 
@@ -311,22 +332,30 @@ int io_uring_new(const struct io_options *o, int *ret_buffers, struct io **ret_i
     u->io = (struct io){.ops = &uring_ops, .depth = o->depth};
     u->sys = o->sys;
     u->fd = o->fd;
+    u->io.fd = o->sys->eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (u->io.fd < 0) {
+        r = -errno;
+        goto err_free;
+    }
     r = ring_init(u);
     if (r < 0)
-        goto err_free;
+        goto err_close;
     r = ring_knows_operations(u);
+    if (r == 0)
+        r = o->sys->ring_register_eventfd(&u->ring, u->io.fd);
     if (r == 0)
         r = ring_works(u);
     if (r < 0)
         goto err_ring;
     u->fixed_file = o->sys->ring_register_files(&u->ring, &o->fd, 1) == 0;
     *ret_buffers = buffers_register(u, o);
-    u->io.fd = u->ring.ring_fd;
     *ret_io = &u->io;
     return 0;
 
 err_ring:
     io_uring_queue_exit(&u->ring);
+err_close:
+    close(u->io.fd);
 err_free:
     free(u);
     return r;

@@ -27,8 +27,8 @@
 #define HANG_NS 1000000000u
 #define WAIT_MS 50
 
-/* At the end: so long for what is with the devices. */
-#define LAST_NS 2000000000u
+/* At the end: so often nothing may happen before what is with the devices is left to them. */
+#define LAST_WAITS 40
 
 int nvme_new(struct core *core, const struct nvme_options *options, struct nvme **ret_nvme)
 {
@@ -75,18 +75,17 @@ static bool is_quiet(const struct nvme *n)
 
 void nvme_free(struct nvme *n)
 {
-    uint64_t until;
+    int waits = 0;
 
     if (!n)
         return;
     n->stopping = true;
     for (struct list *i = n->stores.next; i != &n->stores; i = i->next)
         store_abandon(list_entry(i, struct store, in_nvme));
-    until = nvme_now(n) + LAST_NS;
-    while (!is_quiet(n) && nvme_now(n) < until) {
+    while (!is_quiet(n) && waits < LAST_WAITS) {
         struct pollfd p = {.fd = n->epoll_fd, .events = POLLIN};
 
-        poll(&p, 1, WAIT_MS);
+        waits += poll(&p, 1, WAIT_MS) <= 0;
         nvme_news(n);
         nvme_run(n);
     }
@@ -272,7 +271,9 @@ int spill_new(struct nvme *n, struct pool *p, const struct store_config *stores,
         r = make_index(s);
     for (uint32_t i = 0; i < n_stores && r == 0; i++)
         r = store_start(s->stores[i], STORE_OPEN, false);
-    return r; /* nvme_free() frees what there is */
+    if (r < 0)
+        spill_free(s);
+    return r;
 }
 
 void spill_free(struct spill *s)
@@ -344,6 +345,10 @@ static uint32_t reap_store(struct store *st)
     uint32_t all = 0;
     int got = REAP;
 
+    if (st->has_refused) {
+        st->has_refused = false;
+        dispatch(st, &st->refused);
+    }
     while (st->io && got == REAP && all < TURN) {
         got = io_reap(st->io, done, REAP);
         for (int i = 0; i < got; i++)
@@ -402,7 +407,7 @@ bool nvme_run(struct nvme *n)
 
         if (st == st->spill->stores[0]) {
             more |= record_purge(st->spill);
-            writes_run(st->spill);
+            more |= writes_run(st->spill);
         }
     }
     for (struct list *i = n->stores.next; i != &n->stores; i = i->next)
@@ -439,6 +444,15 @@ uint64_t nvme_deadline(const struct nvme *n)
     return next;
 }
 
+/* Else what waits waits in vain. */
+static bool can_write(const struct spill *s)
+{
+    for (uint32_t i = 0; i < s->n_stores; i++)
+        if (store_writable(s->stores[i]) || s->stores[i]->state == STORE_STARTING)
+            return true;
+    return false;
+}
+
 uint64_t nvme_unwritten(const struct nvme *n)
 {
     uint64_t all = 0;
@@ -447,7 +461,7 @@ uint64_t nvme_unwritten(const struct nvme *n)
         const struct store *st = list_entry(i, struct store, in_nvme);
         const struct spill *s = st->spill;
 
-        if (st == s->stores[0])
+        if (st == s->stores[0] && can_write(s))
             all += s->queue.n + s->writing;
     }
     return all;
@@ -504,7 +518,7 @@ void nvme_wait(struct nvme *n, uint64_t patience_ns,
             break;
         if (progress)
             progress(what, done, total, arg);
-        if (atomic_load(n->core->cancel ? n->core->cancel : &(atomic_bool){false}))
+        if (n->core->cancel && atomic_load(n->core->cancel))
             break;
         if (!more)
             poll(&p, 1, WAIT_MS);

@@ -62,6 +62,7 @@ void pieces_free(struct store *st)
         free(st->pieces[i].bounce);
     free(st->pieces);
     st->pieces = NULL;
+    st->n_pieces = st->busy_pieces = st->in_io = st->in_write = st->hashes = 0;
 }
 
 /* ---- transfers */
@@ -145,6 +146,26 @@ static uint8_t *slot_address(const struct pool *p, uint32_t slot, const struct f
     return p->base[x->part].base + (uint64_t)slot * p->part_bytes + x->in_part;
 }
 
+static void drop_ops(struct store *st, uint32_t n)
+{
+    st->n_ops -= n;
+    memmove(st->ops, st->ops + n, st->n_ops * sizeof(st->ops[0]));
+}
+
+/* What the backend will never take fails one by one, each in a turn of its own: who collects operations
+ * does not expect one to end meanwhile. */
+static void refused(struct store *st, int error)
+{
+    bool again = error == -EAGAIN || error == -EINTR || error == -EBUSY;
+
+    st->stats.retries++;
+    if (st->has_refused || (again && st->state == STORE_ONLINE))
+        return;
+    st->refused = (struct io_done){.cookie = st->ops[0].cookie, .result = again ? -EIO : error};
+    st->has_refused = true;
+    drop_ops(st, 1);
+}
+
 void store_submit(struct store *st)
 {
     int n;
@@ -154,12 +175,10 @@ void store_submit(struct store *st)
     n = io_submit(st->io, st->ops, st->n_ops);
     if (n < (int)st->n_ops) /* the rest another time */
         st->retry_ns = nvme_now(st->nvme) + RETRY_NS;
-    if (n <= 0) {
-        st->stats.retries += n < 0;
-        return;
-    }
-    st->n_ops -= (uint32_t)n;
-    memmove(st->ops, st->ops + n, st->n_ops * sizeof(st->ops[0]));
+    if (n < 0)
+        refused(st, n);
+    else
+        drop_ops(st, (uint32_t)n);
 }
 
 static bool issue(struct store *st, struct piece *p)
@@ -254,10 +273,10 @@ static int go_on(struct store *st, struct piece *p, int64_t result)
 
 void piece_io_done(struct store *st, uint32_t index, uint32_t generation, int64_t result)
 {
-    struct piece *p = &st->pieces[index];
+    struct piece *p = index < st->n_pieces ? &st->pieces[index] : NULL;
     int r;
 
-    if (index >= st->n_pieces || p->generation != generation || !p->t || !p->issued)
+    if (!p || p->generation != generation || !p->t || !p->issued)
         return;
     p->issued = false;
     r = go_on(st, p, result);
@@ -268,9 +287,9 @@ void piece_io_done(struct store *st, uint32_t index, uint32_t generation, int64_
 void piece_hash_done(struct store *st, uint32_t index, uint32_t generation,
                      const struct digest_done *d)
 {
-    struct piece *p = &st->pieces[index];
+    struct piece *p = index < st->n_pieces ? &st->pieces[index] : NULL;
 
-    if (index >= st->n_pieces || p->generation != generation || !p->t || !p->hash)
+    if (!p || p->generation != generation || !p->t || !p->hash)
         return;
     p->hash = false;
     p->t->digests[p->i] = d->digest;

@@ -96,18 +96,29 @@ static void link_parent(struct spill *s, uint32_t r, uint32_t parent)
         unqueue(s, parent);
 }
 
+static bool has_link(const struct spill *s, const struct record *x)
+{
+    return x->parent != NO_RECORD && s->records[x->parent].use == x->parent_use;
+}
+
+/* One child less, last used at `tick`. */
+static void drop_child(struct spill *s, uint32_t parent, uint32_t tick)
+{
+    struct record *up = &s->records[parent];
+
+    if (--up->children || up->state != RECORD_STORED)
+        return;
+    queue(s, parent, (int32_t)(tick - up->tick) > 0 ? tick : up->tick, false);
+}
+
 static void unlink_parent(struct spill *s, uint32_t r)
 {
     struct record *x = &s->records[r];
-    uint32_t parent = x->parent;
-    struct record *up = parent == NO_RECORD ? NULL : &s->records[parent];
+    uint32_t parent = has_link(s, x) ? x->parent : NO_RECORD; /* else it was taken away first */
 
     x->parent = NO_RECORD;
-    if (!up || up->use != x->parent_use)
-        return; /* it was taken away first */
-    if (--up->children || up->state != RECORD_STORED)
-        return;
-    queue(s, parent, (int32_t)(x->tick - up->tick) > 0 ? x->tick : up->tick, false);
+    if (parent != NO_RECORD)
+        drop_child(s, parent, x->tick);
 }
 
 /* ---- free ones */
@@ -159,7 +170,7 @@ static uint32_t find_victim(struct store *st)
     return NO_RECORD;
 }
 
-uint32_t record_take(struct store *st)
+static uint32_t take(struct store *st)
 {
     struct spill *s = st->spill;
     uint32_t i = st->used + st->n_transfers < st->records ? find_free(st) : NO_RECORD, r;
@@ -175,8 +186,30 @@ uint32_t record_take(struct store *st)
     st->rotor = i + 1 < st->records ? i + 1 : 0;
     set_free(st, i, false);
     r = st->base + i;
-    s->records[r] = (struct record){
-        .parent = NO_RECORD, .slot = SLOT_NONE, .use = ++s->generation, .state = RECORD_WRITING};
+    s->records[r] = (struct record){.parent = NO_RECORD,
+                                    .slot = SLOT_NONE,
+                                    .use = ++s->generation,
+                                    .tick = now_of(s),
+                                    .state = RECORD_WRITING};
+    return r;
+}
+
+uint32_t record_take(struct store *st, uint32_t parent)
+{
+    struct spill *s = st->spill;
+    uint32_t r;
+
+    if (parent == NO_RECORD)
+        return take(st);
+    if (s->records[parent].children++ == 0)
+        unqueue(s, parent); /* it must not make room for its own child */
+    r = take(st);
+    if (r == NO_RECORD) {
+        drop_child(s, parent, s->records[parent].tick);
+        return NO_RECORD;
+    }
+    s->records[r].parent = parent;
+    s->records[r].parent_use = s->records[parent].use;
     return r;
 }
 
@@ -190,12 +223,12 @@ void record_free(struct spill *s, uint32_t r)
     if (x->state == RECORD_STORED) {
         index_remove(s->pool->nvme_index, x->line);
         unqueue(s, r);
-        unlink_parent(s, r);
         s->used--;
         st->used--;
         if (x->slot != SLOT_NONE)
-            s->slots[x->slot] = (struct spill_slot){.state = SPILLED_NO};
+            s->slots[x->slot] = (struct spill_slot){.record = NO_RECORD, .touched = true};
     }
+    unlink_parent(s, r);
     *x = (struct record){.parent = NO_RECORD, .slot = SLOT_NONE, .use = ++s->generation};
     set_free(st, r - st->base, true);
 }
@@ -222,13 +255,17 @@ static int insert(struct spill *s, uint32_t r, const struct format_record *m)
 
 int record_store(struct spill *s, uint32_t r, const struct format_record *m)
 {
-    uint32_t parent = m->has_parent ? record_find(s, &m->parent, m->epoch) : NO_RECORD;
     int e = record_find(s, &m->key, m->epoch) == NO_RECORD ? insert(s, r, m) : -EEXIST;
+    uint32_t parent;
 
     if (e < 0)
         return e;
-    if (parent != NO_RECORD && parent != r)
-        link_parent(s, r, parent);
+    if (!has_link(s, &s->records[r])) {
+        parent = m->has_parent ? record_find(s, &m->parent, m->epoch) : NO_RECORD;
+        s->records[r].parent = NO_RECORD;
+        if (parent != NO_RECORD && parent != r)
+            link_parent(s, r, parent);
+    }
     queue(s, r, now_of(s), true);
     return 0;
 }
@@ -246,8 +283,8 @@ static void remember_parent(struct store *st, uint32_t r, const struct format_re
         st->unresolved = more;
         st->max_unresolved = max;
     }
-    st->unresolved[st->n_unresolved++] =
-        (struct unresolved){.record = r, .epoch = m->epoch, .parent = m->parent};
+    st->unresolved[st->n_unresolved++] = (struct unresolved){
+        .record = r, .use = m->generation, .epoch = m->epoch, .parent = m->parent};
 }
 
 void record_prefetch(const struct store *st, const struct store_loaded *l)
@@ -270,7 +307,7 @@ void record_load(struct store *st, const struct store_loaded *l)
         return;
     other = record_find(s, &m->key, m->epoch);
     if (other != NO_RECORD) {
-        if ((int32_t)(m->generation - s->records[other].use) <= 0)
+        if ((int32_t)(m->generation - s->records[other].use) <= 0 || s->records[other].reads)
             return;
         record_free(s, other);
     }
@@ -278,6 +315,8 @@ void record_load(struct store *st, const struct store_loaded *l)
     if (insert(s, r, m) < 0)
         return;
     set_free(st, l->number, false);
+    if (s->pool->count[SHM_SLOT_LIVE])
+        write_adopt(s, r, &m->key, m->epoch);
     if ((int32_t)(m->generation - s->generation) > 0)
         s->generation = m->generation;
     if (!m->has_parent)
@@ -289,6 +328,41 @@ void record_load(struct store *st, const struct store_loaded *l)
         link_parent(s, r, parent);
 }
 
+static void resolve(struct store *st)
+{
+    struct spill *s = st->spill;
+
+    for (size_t i = 0; i < st->n_unresolved; i++) {
+        const struct unresolved *u = &st->unresolved[i];
+        struct record *x = &s->records[u->record];
+        uint32_t parent;
+
+        if (x->state != RECORD_STORED || x->use != u->use || x->parent != NO_RECORD)
+            continue;
+        parent = record_find(s, &u->parent, u->epoch);
+        if (parent != NO_RECORD && parent != u->record)
+            link_parent(s, u->record, parent);
+        else
+            queue(s, u->record, now_of(s) - 2048, true);
+    }
+}
+
+/* Parents may lie in another store of the pool, which is still being loaded. */
+static void resolve_all(struct spill *s, const struct store *loaded)
+{
+    bool more = false;
+
+    for (uint32_t i = 0; i < s->n_stores; i++) {
+        resolve(s->stores[i]);
+        more |= s->stores[i] != loaded && s->stores[i]->state == STORE_STARTING;
+    }
+    for (uint32_t i = 0; i < s->n_stores && !more; i++) {
+        free(s->stores[i]->unresolved);
+        s->stores[i]->unresolved = NULL;
+        s->stores[i]->n_unresolved = s->stores[i]->max_unresolved = 0;
+    }
+}
+
 /* Old ones first, by the order in which they were written; those whose parent is not stored cannot be
  * reached, so they are the first to go. */
 void record_loaded(struct store *st)
@@ -296,22 +370,7 @@ void record_loaded(struct store *st)
     struct spill *s = st->spill;
     uint32_t now = now_of(s), newest = s->generation;
 
-    for (size_t i = 0; i < st->n_unresolved; i++) {
-        const struct unresolved *u = &st->unresolved[i];
-        struct record *x = &s->records[u->record];
-        uint32_t parent;
-
-        if (x->state != RECORD_STORED || x->parent != NO_RECORD)
-            continue;
-        parent = record_find(s, &u->parent, u->epoch);
-        if (parent != NO_RECORD && parent != u->record)
-            link_parent(s, u->record, parent);
-        else
-            queue(s, u->record, now - 2048, true);
-    }
-    free(st->unresolved);
-    st->unresolved = NULL;
-    st->n_unresolved = st->max_unresolved = 0;
+    resolve_all(s, st);
     for (uint32_t i = 0; i < st->records; i++) {
         const struct record *x = &s->records[st->base + i];
         uint32_t age = newest - x->use;
@@ -365,6 +424,15 @@ bool spill_has(const struct pool *p, const struct shm_key *key, uint32_t epoch)
     return p->spill && record_find(p->spill, key, epoch) != NO_RECORD;
 }
 
+const char *spill_store_of(const struct pool *p, uint32_t slot)
+{
+    const struct spill *s = p->spill;
+
+    if (!s || s->slots[slot].state != SPILLED_STORED)
+        return NULL;
+    return record_store_of(s, s->slots[slot].record)->name;
+}
+
 uint32_t spill_records(const struct pool *p)
 {
     return p->spill ? p->spill->n_records : 0;
@@ -400,15 +468,22 @@ void record_read_end(struct store *st, uint32_t r)
 {
     struct spill *s = st->spill;
 
-    if (s->records[r].state == RECORD_STORED && !s->records[r].reads && s->records[r].doomed)
+    if (s->records[r].state != RECORD_STORED || s->records[r].reads)
+        return;
+    if (s->records[r].doomed)
         record_forget(s, r);
+    else if (epoch_of(s, r) != s->pool->space->epoch)
+        record_free(s, r); /* record_purge() has passed it over */
 }
 
 static uint32_t remove_record(struct spill *s, uint32_t r)
 {
-    if (s->records[r].state != RECORD_STORED || s->records[r].doomed)
+    if (s->records[r].state == RECORD_FREE || s->records[r].doomed)
         return 0;
-    record_forget(s, r);
+    if (s->records[r].state == RECORD_WRITING)
+        s->records[r].doomed = true; /* write_recorded() sees to it */
+    else
+        record_forget(s, r);
     return 1;
 }
 
@@ -430,7 +505,7 @@ uint32_t spill_remove_tenant(struct pool *p, uint32_t tenant, uint32_t *cursor)
     }
     end = s->n_records - i < STEP ? s->n_records : i + STEP;
     for (; i < end; i++)
-        if (s->records[i].state == RECORD_STORED && s->records[i].tenant == tenant)
+        if (s->records[i].state != RECORD_FREE && s->records[i].tenant == tenant)
             n += remove_record(s, i);
     *cursor = end < s->n_records ? end : 0;
     return n;
@@ -481,18 +556,18 @@ static void check_record(const struct spill *s, uint32_t r, uint32_t *children)
 
     assert((x->state == RECORD_FREE) ==
            (st->free_bits[(r - st->base) / 64] >> (r - st->base) % 64 & 1));
+    if (has_link(s, x))
+        children[x->parent]++;
     if (x->state != RECORD_STORED) {
-        assert(!x->queued && x->parent == NO_RECORD);
+        assert(!x->queued && (x->parent == NO_RECORD || x->state == RECORD_WRITING));
         return;
     }
     key = record_key(s, r);
     assert(record_find(s, &key, epoch_of(s, r)) == r);
-    assert(!x->queued || !x->children);
+    assert(x->queued == !x->children || st->state != STORE_ONLINE);
     if (x->slot != SLOT_NONE)
         assert(s->slots[x->slot].record == r && (s->slots[x->slot].state == SPILLED_STORED ||
                                                  s->slots[x->slot].state == SPILLED_READING));
-    if (x->parent != NO_RECORD && s->records[x->parent].use == x->parent_use)
-        children[x->parent]++;
 }
 
 void spill_check(const struct pool *p)
@@ -510,7 +585,7 @@ void spill_check(const struct pool *p)
             used += s->records[s->stores[k]->base + i].state == RECORD_STORED;
         }
     for (uint32_t i = 0; i < s->n_records; i++)
-        assert(s->records[i].state != RECORD_STORED || s->records[i].children == children[i]);
+        assert(s->records[i].children == children[i]);
     assert(used == s->used);
     free(children);
 }

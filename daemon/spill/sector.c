@@ -54,8 +54,6 @@ struct sectors {
     uint64_t clock;
     uint32_t in_io;
     struct list want[2]; /* transfers for which there was no room; [1]: of the user table */
-    uint32_t *erase;     /* records to be erased whose sector has no room */
-    size_t n_erase, max_erase;
     uint8_t *memory;
 };
 
@@ -108,7 +106,6 @@ void sectors_free(struct store *st)
 {
     if (!st->sectors)
         return;
-    free(st->sectors->erase);
     free(st->sectors->memory);
     free(st->sectors);
     st->sectors = NULL;
@@ -315,20 +312,20 @@ static bool try_erase(struct store *st, uint32_t record)
 
 void sector_erase(struct store *st, uint32_t record)
 {
-    struct sectors *c = st->sectors;
+    bool later = st->state == STORE_STARTING; /* serve_wanted() goes on with it */
 
-    if (!store_usable(st) || try_erase(st, record))
+    if (!later && (!store_usable(st) || try_erase(st, record)))
         return;
-    if (c->n_erase == c->max_erase) {
-        size_t max = c->max_erase ? c->max_erase * 2 : 64;
-        uint32_t *more = reallocarray(c->erase, max, sizeof(*more));
+    if (st->n_erase == st->max_erase) {
+        size_t max = st->max_erase ? st->max_erase * 2 : 64;
+        uint32_t *more = reallocarray(st->erase, max, sizeof(*more));
 
         if (!more)
             return; /* the digest still tells: at the worst the object comes back after a restart */
-        c->erase = more;
-        c->max_erase = max;
+        st->erase = more;
+        st->max_erase = max;
     }
-    c->erase[c->n_erase++] = record;
+    st->erase[st->n_erase++] = record;
 }
 
 static void serve_wanted(struct store *st)
@@ -336,8 +333,8 @@ static void serve_wanted(struct store *st)
     struct sectors *c = st->sectors;
     struct list *i, *tmp;
 
-    while (c->n_erase && try_erase(st, c->erase[c->n_erase - 1]))
-        c->n_erase--;
+    while (st->n_erase && try_erase(st, st->erase[st->n_erase - 1]))
+        st->n_erase--;
     for (int user = 0; user < 2; user++)
         kvd_list_for_each (i, tmp, &c->want[user]) {
             struct transfer *t = of(i, user);
@@ -444,7 +441,7 @@ bool sectors_idle(const struct store *st)
 
     if (!c)
         return true;
-    if (c->in_io || c->n_erase || !list_empty(&c->want[0]) || !list_empty(&c->want[1]))
+    if (c->in_io || st->n_erase || !list_empty(&c->want[0]) || !list_empty(&c->want[1]))
         return false;
     for (uint32_t i = 0; i < SECTORS; i++)
         if (!is_idle(&c->s[i]))
@@ -482,6 +479,5 @@ void sectors_give_up(struct store *st, int error)
             else
                 transfer_sector_read(t, user, NULL, error);
         }
-    if (c)
-        c->n_erase = 0;
+    st->n_erase = 0;
 }

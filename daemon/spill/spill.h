@@ -242,6 +242,9 @@ struct spill_entry {
 };
 bool spill_entry(const struct pool *p, uint32_t record, struct spill_entry *ret);
 
+/* The store that has a copy of what is in the slot; NULL: none. */
+const char *spill_store_of(const struct pool *p, uint32_t slot);
+
 /* Numbers that records can have. */
 uint32_t spill_records(const struct pool *p);
 

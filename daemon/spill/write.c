@@ -45,10 +45,17 @@ static bool admits(const struct store *st, const struct spill_slot *x)
     return !st->second_touch || x->touched;
 }
 
+/* It takes objects, or will: one that closes comes back only when somebody has asked for it. */
+static bool is_coming(const struct store *st)
+{
+    return st->state == STORE_ONLINE || st->state == STORE_STARTING ||
+           (st->state == STORE_CLOSING && st->then >= 0);
+}
+
 static bool wanted(const struct spill *s, uint32_t slot)
 {
     for (uint32_t i = 0; i < s->n_stores; i++)
-        if (s->stores[i]->state != STORE_OFFLINE && admits(s->stores[i], &s->slots[slot]))
+        if (is_coming(s->stores[i]) && admits(s->stores[i], &s->slots[slot]))
             return true;
     return false;
 }
@@ -57,6 +64,13 @@ static void consider(struct spill *s, uint32_t slot)
 {
     if (s->slots[slot].state == SPILLED_NO && !s->nvme->stopping && wanted(s, slot))
         enqueue(s, slot);
+}
+
+void spill_consider_all(struct spill *s)
+{
+    for (uint32_t i = 0; i < s->pool->slots; i++)
+        if (s->pool->table->slots[i].state == SHM_SLOT_LIVE)
+            consider(s, i);
 }
 
 void spill_unblock(struct spill *s)
@@ -160,12 +174,13 @@ static enum verdict judge(struct spill *s, uint32_t slot, uint32_t *ret_parent,
 }
 
 /* The topmost ancestor that is in ram but in no store; or the slot itself. */
-static enum verdict topmost(struct spill *s, uint32_t *slot, uint32_t *ret_record)
+static enum verdict topmost(struct spill *s, uint32_t *slot, uint32_t *ret_record, uint32_t *left)
 {
     uint32_t parent = SLOT_NONE;
     enum verdict v;
 
     for (uint32_t steps = 0; steps < s->pool->slots; steps++) {
+        *left -= *left > 0;
         v = judge(s, *slot, &parent, ret_record);
         if (v != WRITE_PARENT)
             return v;
@@ -206,7 +221,7 @@ static int begin(struct store *st, uint32_t slot, uint32_t parent)
 {
     struct spill *s = st->spill;
     struct transfer *t;
-    uint32_t r = record_take(st);
+    uint32_t r = record_take(st, parent);
     int e;
 
     if (r == NO_RECORD)
@@ -217,6 +232,7 @@ static int begin(struct store *st, uint32_t slot, uint32_t parent)
         return e;
     }
     fill_meta(s->pool, slot, t);
+    s->records[r].tenant = t->meta.tenant;
     if (parent != NO_RECORD) {
         t->parent = parent;
         t->parent_use = s->records[parent].use;
@@ -237,6 +253,15 @@ static bool takes_more(const struct store *st, const struct spill_slot *x)
            st->busy_pieces < st->n_pieces * 3 / 4;
 }
 
+/* What the device will be asked to write: whole blocks, and the record's sector. */
+static uint64_t physical_bytes(const struct pool *p, uint32_t slot)
+{
+    const struct shm_meta *m = &p->metas->metas[slot];
+    uint64_t part = (m->bytes + IO_BLOCK - 1) / IO_BLOCK * IO_BLOCK;
+
+    return part * p->parts + FORMAT_SECTOR * (m->user_bytes ? 2 : 1);
+}
+
 /* The store that takes it; NULL: none now. *ret_ever: some may later. */
 static struct store *choose(struct spill *s, uint32_t slot, bool *ret_ever)
 {
@@ -246,11 +271,11 @@ static struct store *choose(struct spill *s, uint32_t slot, bool *ret_ever)
     for (uint32_t i = 0; i < s->n_stores; i++) {
         struct store *st = s->stores[(s->next_store + i) % s->n_stores];
 
-        if (st->state == STORE_OFFLINE || st->read_only || !admits(st, &s->slots[slot]))
+        if (!is_coming(st) || st->read_only || !admits(st, &s->slots[slot]))
             continue;
         *ret_ever = true;
         if (takes_more(st, &s->slots[slot]) &&
-            store_may_write(st, p->metas->metas[slot].bytes * p->parts)) {
+            store_may_write(st, physical_bytes(p, slot))) {
             s->next_store = (s->next_store + i + 1) % s->n_stores;
             return st;
         }
@@ -259,7 +284,7 @@ static struct store *choose(struct spill *s, uint32_t slot, bool *ret_ever)
 }
 
 /* False: nothing more can be begun now. */
-static bool begin_next(struct spill *s)
+static bool begin_next(struct spill *s, uint32_t *left)
 {
     uint32_t first = s->queue.first, slot = first, parent;
     struct store *st;
@@ -270,7 +295,7 @@ static bool begin_next(struct spill *s)
         dequeue(s, first);
         return true;
     }
-    v = topmost(s, &slot, &parent);
+    v = topmost(s, &slot, &parent, left);
     if (v == WRITE_LATER) {
         dequeue(s, first);
         set_state(s, first, SPILLED_BLOCKED);
@@ -283,24 +308,45 @@ static bool begin_next(struct spill *s)
         s->stats.orphans++;
         return true;
     }
+    s->slots[slot].touched |= s->slots[first].touched; /* it is admitted for its child's sake */
     st = choose(s, slot, &ever);
     if (!st && ever)
         return false;
     dequeue(s, slot);
-    if (!st || begin(st, slot, parent) < 0)
-        s->stats.refused++;
+    if (st && begin(st, slot, parent) == 0)
+        return true;
+    if (st)
+        store_unwrite(st, s->pool->metas->metas[slot].bytes * s->pool->parts);
+    s->stats.refused++;
+    if (slot != first) /* nor can the one that wanted it to go first */
+        dequeue(s, first);
     return true;
 }
 
-void writes_run(struct spill *s)
+bool writes_run(struct spill *s)
 {
-    uint32_t most = 1024;
+    uint32_t left = 1024;
 
-    while (s->queue.n && most-- && begin_next(s))
-        ;
+    while (s->queue.n && left && begin_next(s, &left))
+        left -= left > 0;
+    return s->queue.n && !left;
 }
 
 /* ---- ending */
+
+void write_adopt(struct spill *s, uint32_t r, const struct shm_key *key, uint32_t epoch)
+{
+    struct shm_entry *e = index_find(s->pool->index, key, epoch);
+    uint32_t slot = e ? shm_word_slot(shm_load64(&e->word)) : SLOT_NONE;
+    struct spill_slot *x = e ? &s->slots[slot] : NULL;
+
+    if (!x || s->pool->table->slots[slot].state != SHM_SLOT_LIVE ||
+        (x->state != SPILLED_NO && x->state != SPILLED_QUEUED && x->state != SPILLED_BLOCKED))
+        return;
+    dequeue(s, slot);
+    *x = (struct spill_slot){.state = SPILLED_STORED, .record = r, .touched = true};
+    s->records[r].slot = slot;
+}
 
 static void give_up(struct transfer *t, int error)
 {
@@ -358,8 +404,10 @@ static void stored(struct transfer *t)
 void write_recorded(struct transfer *t, bool user, int error)
 {
     struct spill *s = t->store->spill;
-    uint32_t r = t->record;
+    struct shm_key key = t->meta.key;
+    uint32_t r = t->record, epoch = t->meta.epoch;
 
+    t->cancelled |= s->records[r].doomed;
     if (!error && user) {
         sector_write(t, false);
         return;
@@ -376,6 +424,8 @@ void write_recorded(struct transfer *t, bool user, int error)
         give_up(t, error == -EEXIST ? -ECANCELED : error);
         if (erase)
             sector_erase(st, r);
+        if (error == -EEXIST) /* a store has come online that has it, too */
+            write_adopt(s, record_find(s, &key, epoch), &key, epoch);
         return;
     }
     stored(t);

@@ -106,7 +106,7 @@ static void table_flush(struct subject *s)
 
 static size_t table_lookup(struct subject *s)
 {
-    return shm_lookup(s->table->index, s->keys, CHAIN, EPOCH, NULL);
+    return shm_lookup(s->table->index, NULL, s->keys, CHAIN, EPOCH, NULL);
 }
 
 static size_t table_pin(struct subject *s)

@@ -66,8 +66,12 @@ class Worker:
 
 
 class Daemon:
-    def __init__(self, build, directory, hugetlbfs, kv_part, snapshot):
+    """kvd in a directory of its own. `stores`: where its spill stores are; None: it has none."""
+
+    def __init__(self, build, directory, hugetlbfs, kv_part, snapshot, size=("32M", "32M"), stores=None):
         self.directory = directory
+        self.hugetlbfs = hugetlbfs
+        os.makedirs(directory, exist_ok=True)
         self.config = os.path.join(directory, "kvd.conf")
         self.socket = os.path.join(directory, "run", "kvd.sock")
         self.log = open(os.path.join(directory, "kvd.log"), "w", encoding="utf-8")
@@ -78,9 +82,13 @@ class Daemon:
                 + "\n[space demo]\nscheme = vllm-sha256-cbor\nseed = vllm-none-hash\n"
                 "block_tokens = 16\nmodel = tests/engine hybrid\n\n"
                 f"# K and V of 16 tokens, as two parts\n[pool demo/kv]\nslot = {2 * kv_part}\n"
-                "parts = 2\nsize = 32M\n\n"
+                f"parts = 2\nsize = {size[0]}\n\n"
                 f"# states of the linear-attention layers\n[pool demo/snapshots]\nslot = {snapshot}\n"
-                "size = 32M\n\n[socket demo]\nrole = admin\n"
+                f"size = {size[1]}\n\n[socket demo]\nrole = admin\n"
+                + "".join(
+                    f"\n[spill demo/{pool}/disk]\npath = {stores}/{pool}.spill\nsize = 64M\n"
+                    for pool in ("kv", "snapshots") if stores
+                )
             )
         self.process = subprocess.Popen(
             [os.path.join(build, "daemon", "kvd"), "-c", self.config], stderr=self.log
@@ -98,6 +106,16 @@ class Daemon:
     def stop(self):
         self.process.send_signal(signal.SIGTERM)
         self.process.wait()
+
+    def lose_everything(self):
+        """As when the power fails: the process and all its memory are gone."""
+        self.process.kill()
+        self.process.wait()
+        names = [os.path.join(self.hugetlbfs, n) for n in os.listdir(self.hugetlbfs)
+                 if n.startswith("kvd-")] if self.hugetlbfs else []
+        for name in names:
+            os.unlink(name)
+        shutil.rmtree(os.path.join(self.directory, "run"))
 
 
 def turns():
@@ -131,41 +149,97 @@ def turns():
 def bar(result, width=34):
     """The prompt as a picture: reused, cached but computed again (no snapshot there), prefilled."""
     n = result["prompt"]
-    reused = round(width * result["reused"] / n)
+    promoted = round(width * result["promoted"] / n)
+    reused = round(width * result["reused"] / n) - promoted
     again = round(width * max(0, result["cached"] - result["reused"]) / n)
-    return "#" * reused + "+" * again + "." * (width - reused - again)
+    return ("#" * reused + "=" * promoted + "+" * again).ljust(width, ".")
 
 
-def play(args, daemon, directory):
-    worker = os.path.join(args.build, "tests", "engine", "engine-worker")
-    workers = {
-        name: Worker([worker, "--socket", daemon.socket, "--space", "demo"], f"worker {name}")
-        for name in "AB"
-    }
-    alone = Worker([worker], "the worker without a cache")
-    same = different = saved_tokens = total = 0
-    saved_ms = 0.0
-    print(f"\n{'turn':<4} {'worker':<6} {'prompt':>6} {'reused':>6} {'prefill':>7} {'ms':>7} "
-          f"{'alone':>7}  {'# reused  + cached, no snapshot  . new':<38} output")
-    for number, (who, what, conversation) in enumerate(turns(), 1):
-        path = os.path.join(directory, f"prompt-{number}")
+HEAD = (f"\n{'turn':<4} {'worker':<6} {'prompt':>6} {'reused':>6} {'prefill':>7} {'ms':>7} "
+        f"{'alone':>7}  {'# reused  = from NVMe  + no snapshot  . new':<46} output")
+
+
+class Stage:
+    """Workers on a daemon, one beside them that computes everything itself, and what is counted."""
+
+    def __init__(self, args, directory):
+        self.command = [os.path.join(args.build, "tests", "engine", "engine-worker")]
+        self.directory = directory
+        self.alone = Worker(self.command, "the worker without a cache")
+        self.workers = {}
+        self.number = self.same = self.different = self.saved = self.total = self.promoted = 0
+        self.saved_ms = 0.0
+
+    def attach(self, daemon, names):
+        for name in names:
+            self.workers[name] = Worker(
+                [*self.command, "--socket", daemon.socket, "--space", "demo"], f"worker {name}"
+            )
+
+    def detach(self):
+        for worker in self.workers.values():
+            worker.close()
+        self.workers = {}
+
+    def turn(self, who, what, conversation):
+        self.number += 1
+        path = os.path.join(self.directory, f"prompt-{self.number}")
         prompt = conversation.prompt()
         with open(path, "wb") as f:
             f.write(struct.pack(f"<{len(prompt)}I", *prompt))
-        got, want = workers[who].run(path), alone.run(path)
+        got, want = self.workers[who].run(path), self.alone.run(path)
         equal = got["tokens"] == want["tokens"] and got["logits"] == want["logits"]
-        same += equal
-        different += not equal
-        saved_tokens += got["reused"]
-        total += got["prompt"]
-        saved_ms += want["prefill_ms"] - got["prefill_ms"]
-        print(f"{number:<4} {who:<6} {got['prompt']:>6} {got['reused']:>6} {got['prefilled']:>7} "
-              f"{got['prefill_ms']:>7.0f} {want['prefill_ms']:>7.0f}  [{bar(got)}]   "
-              f"{'identical' if equal else 'DIFFERENT'}\n{'':>12}{what}")
+        self.same += equal
+        self.different += not equal
+        self.saved += got["reused"]
+        self.promoted += got["promoted"]
+        self.total += got["prompt"]
+        self.saved_ms += want["prefill_ms"] - got["prefill_ms"]
+        print(f"{self.number:<4} {who:<6} {got['prompt']:>6} {got['reused']:>6} {got['prefilled']:>7} "
+              f"{got['prefill_ms']:>7.0f} {want['prefill_ms']:>7.0f}  [{bar(got)}]           "
+              f"{'identical' if equal else 'DIFFERENT'}\n{'':>12}{what}", flush=True)
         conversation.messages.append((ASSISTANT, bytes(t for t in got["tokens"] if t < 256)))
-    print(f"\n{saved_tokens} of {total} prompt tokens were not computed again; "
-          f"{saved_ms:.0f} ms of prefill saved.")
-    return workers, alone, same, different
+        return got
+
+
+def play(stage, daemon):
+    stage.attach(daemon, "AB")
+    print(HEAD)
+    for who, what, conversation in turns():
+        stage.turn(who, what, conversation)
+    print(f"\n{stage.saved} of {stage.total} prompt tokens were not computed again; "
+          f"{stage.saved_ms:.0f} ms of prefill saved.")
+
+
+def play_disk(args, stage, make_daemon):
+    """Pools that hold one conversation but not two, stores on the disk, and then everything else is lost."""
+    kvctl = os.path.join(args.build, "client", "kvctl", "kvctl")
+    a = Conversation((SYSTEM, text("system_prompt.txt")), (USER, text("tool_listing.txt")),
+                     (USER, text("tool_log.txt")))
+    b = Conversation((SYSTEM, b"Answer in verse."), (USER, text("alice.txt")))
+    daemon = make_daemon()
+    try:
+        stage.attach(daemon, "AB")
+        print("\nNow with pools too small for both conversations, and a spill store for each:\n" + HEAD)
+        stage.turn("A", "A's conversation: nothing is cached yet", a)
+        stage.turn("B", "B's, which pushes A's out of memory", b)
+        a.messages.append((USER, b"Which of the errors is the first?"))
+        stage.turn("A", "A goes on: its blocks come back from NVMe", a)
+        for command in (["spill", "sync"], ["spill"]):
+            print(f"\n$ kvctl {' '.join(command)}", flush=True)
+            subprocess.run([kvctl, "-s", daemon.socket, *command], check=True)
+        stage.detach()
+        daemon.lose_everything()
+        print("\nkill -9 of the daemon; its memory (hugepages, indexes, everything) is deleted; a new one "
+              "starts.\n" + HEAD, flush=True)
+        daemon = make_daemon()
+        stage.attach(daemon, "A")
+        a.messages.append((USER, b"And the second?"))
+        last = stage.turn("A", "A goes on, all of it from NVMe", a)
+        stage.detach()
+    finally:
+        daemon.stop()
+    return last["reused"] > 0 and last["promoted"] == last["reused"]
 
 
 def look_around(args, daemon):
@@ -196,22 +270,29 @@ def main():
     worker = os.path.join(args.build, "tests", "engine", "engine-worker")
     part, snapshot = map(int, subprocess.check_output([worker, "--sizes"]).split())
     directory = tempfile.mkdtemp(prefix="kvd-demo-", dir="/dev/shm")
+    disk = tempfile.mkdtemp(prefix="kvd-demo-", dir="/var/tmp")
+    sizes = (-(-part // 4096) * 4096, -(-snapshot // 4096) * 4096)
     daemon = None
     try:
-        daemon = Daemon(args.build, directory, args.hugetlbfs, -(-part // 4096) * 4096,
-                        -(-snapshot // 4096) * 4096)
-        workers, alone, same, different = play(args, daemon, directory)
+        stage = Stage(args, directory)
+        daemon = Daemon(args.build, os.path.join(directory, "ram"), args.hugetlbfs, *sizes)
+        play(stage, daemon)
         look_around(args, daemon)
-        for worker in (*workers.values(), alone):
-            worker.close()
+        stage.detach()
+        from_nvme = play_disk(args, stage, lambda: Daemon(
+            args.build, os.path.join(directory, "disk"), args.hugetlbfs, *sizes, ("4M", "4M"), disk))
+        stage.alone.close()
         if args.keep:
             keep(args, daemon, directory)
     finally:
         if daemon:
             daemon.stop()
         shutil.rmtree(directory, ignore_errors=True)
-    print(f"\ndemo: {same} outputs identical, {different} different")
-    return 1 if different or not same else 0
+        shutil.rmtree(disk, ignore_errors=True)
+    print(f"\n{stage.promoted} tokens came back from NVMe" +
+          ("" if from_nvme else ", but not those of the last turn: that is a fault"))
+    print(f"demo: {stage.same} outputs identical, {stage.different} different")
+    return 1 if stage.different or not stage.same or not from_nvme else 0
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
  * A worker of an inference engine, as small as one can be that really uses kvd: it runs the model
- * of model.h over prompts, reads cached blocks where they lie in shared memory, resumes from a
- * snapshot, and computes new blocks straight into reserved slots.
+ * of model.h over prompts, reads cached blocks where they lie in shared memory (those that are on NVMe it
+ * has brought back first), resumes from a snapshot, and computes new blocks straight into reserved slots.
  *
  *   engine-worker [--socket PATH --space NAME] [--stride BLOCKS]
  *
@@ -46,6 +46,7 @@ struct request {
     struct kvd_pinset *pins;           /* what is read from the cache, and what was written to it */
     struct kvd_reservation *slots;     /* of blocks from `resume` on */
     size_t block_hits, resume, stored; /* in blocks */
+    size_t promoted;                   /* of those before `resume`: were on NVMe */
     size_t snapshots_stored;
     XXH3_state_t *digest;
     uint32_t *generated;
@@ -80,10 +81,34 @@ static size_t find_resume(struct request *q)
     q->block_hits = (size_t)kvd_lookup(q->w->kv, q->keys, q->n_keys, NULL);
     kvd_lookup(q->w->snapshots, q->keys, q->block_hits, states);
     for (size_t i = 0; i < q->block_hits; i++) /* at least one token is computed: for its logits */
-        if (states[i] == KVD_RAM && (i + 1) * q->w->config.block_tokens < q->n_prompt)
+        if ((states[i] == KVD_RAM || states[i] == KVD_NVME) &&
+            (i + 1) * q->w->config.block_tokens < q->n_prompt)
             at = i + 1;
     free(states);
     return at;
+}
+
+/* Brings back what is not resident of the first `at` blocks and of their snapshot. False: not all of it
+ * can be had. */
+static bool fetch(struct request *q, size_t at)
+{
+    struct worker *w = q->w;
+    struct kvd_fetch blocks = {.keys = q->keys, .n = at, .chain = 1};
+    struct kvd_fetch snapshot = {.keys = &q->keys[at - 1], .n = 1};
+    uint8_t *states = malloc(at);
+    int32_t *status = calloc(at, sizeof(*status)), one;
+    bool all = false;
+
+    if (states && status) {
+        kvd_lookup(w->kv, q->keys, at, states);
+        for (size_t i = 0; i < at; i++)
+            q->promoted += states[i] == KVD_NVME;
+        all = kvd_fetch(w->kv, &blocks, status) == (ssize_t)at &&
+              kvd_fetch(w->snapshots, &snapshot, &one) == 1;
+    }
+    free(states);
+    free(status);
+    return all;
 }
 
 /* Pins the blocks before the boundary and its snapshot; whatever was evicted in between makes the
@@ -95,6 +120,8 @@ static int resume(struct request *q)
     struct kvd_meta meta;
     int r = 0;
 
+    if (at && !fetch(q, at))
+        at = q->promoted = 0;
     while (at) {
         n = (size_t)kvd_pin(q->pins, w->kv, q->keys, at, 0);
         if (n == at && kvd_pin(q->pins, w->snapshots, &q->keys[at - 1], 1, 0) == 1 &&
@@ -248,13 +275,14 @@ static void report(const struct request *q)
 {
     size_t block = q->w->config.block_tokens;
 
-    printf(
-        "{\"prompt\": %zu, \"cached\": %zu, \"reused\": %zu, \"prefilled\": %zu, \"stored\": %zu, "
-        "\"snapshots\": %zu, \"prefill_ms\": %.3f, \"decode_ms\": %.3f, \"logits\": \"%016llx\", "
-        "\"tokens\": [",
-        q->n_prompt, q->block_hits * block, q->resume * block, q->n_prompt - q->resume * block,
-        q->stored, q->snapshots_stored, q->prefill_ms, q->decode_ms,
-        (unsigned long long)XXH3_64bits_digest(q->digest));
+    printf("{\"prompt\": %zu, \"cached\": %zu, \"reused\": %zu, \"promoted\": %zu, \"prefilled\": "
+           "%zu, "
+           "\"stored\": %zu, \"snapshots\": %zu, \"prefill_ms\": %.3f, \"decode_ms\": %.3f, "
+           "\"logits\": \"%016llx\", "
+           "\"tokens\": [",
+           q->n_prompt, q->block_hits * block, q->resume * block, q->promoted * block,
+           q->n_prompt - q->resume * block, q->stored, q->snapshots_stored, q->prefill_ms,
+           q->decode_ms, (unsigned long long)XXH3_64bits_digest(q->digest));
     for (size_t i = 0; i < q->n_generate; i++)
         printf("%s%u", i ? ", " : "", q->generated[i]);
     printf("]}\n");

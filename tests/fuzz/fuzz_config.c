@@ -52,6 +52,17 @@ static void check_socket(const struct config *c, const struct config_socket *s)
         config_socket_serves(s, c->spaces[i].name);
 }
 
+static void check_store(const struct config *c, const struct config_store *s)
+{
+    require(s->name[0] && strnlen(s->name, sizeof(s->name)) < sizeof(s->name));
+    require(s->path[0] == '/' && strnlen(s->path, sizeof(s->path)) < sizeof(s->path));
+    require(s->pool < c->pool_count);
+    require(s->size == 0 || s->size >= 16 * c->pools[s->pool].slot_bytes);
+    require(s->admission <= CONFIG_ADMIT_SECOND_TOUCH && s->io <= CONFIG_IO_THREADS);
+    require(s->register_buffers <= CONFIG_REGISTER_NO);
+    require(s->queue_depth >= 1 && s->queue_depth <= 256);
+}
+
 static void check(const struct config *c)
 {
     char identity[CONFIG_IDENTITY_SIZE];
@@ -59,6 +70,7 @@ static void check(const struct config *c)
     require(c->space_count >= 1 && c->space_count <= CONFIG_SPACES_MAX);
     require(c->socket_count >= 1 && c->socket_count <= CONFIG_SOCKETS_MAX);
     require(c->pool_count <= CONFIG_POOLS_MAX && c->tenant_count <= CONFIG_TENANTS_MAX);
+    require(c->store_count <= CONFIG_STORES_MAX && c->daemon.digest_threads <= 64);
     require(c->daemon.max_inline < c->daemon.max_frame);
     for (uint32_t i = 0; i < c->space_count; i++) {
         require(config_space_identity(&c->spaces[i], identity, sizeof(identity)) >= 0);
@@ -69,6 +81,8 @@ static void check(const struct config *c)
         check_pool(c, &c->pools[i]);
     for (uint32_t i = 0; i < c->socket_count; i++)
         check_socket(c, &c->sockets[i]);
+    for (uint32_t i = 0; i < c->store_count; i++)
+        check_store(c, &c->stores[i]);
     for (uint32_t i = 0; i < c->tenant_count; i++)
         require(config_tenant(c, c->tenants[i].tenant) == &c->tenants[i]);
 }

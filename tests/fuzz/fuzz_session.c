@@ -106,7 +106,7 @@ static void check(void)
         if (memcmp(counted, p->count, sizeof(counted)) != 0)
             abort();
     }
-    if (shm_lookup(core->pools[0]->index, &kept, 1, core->spaces[0].epoch, NULL) != 1)
+    if (shm_lookup(core->pools[0]->index, NULL, &kept, 1, core->spaces[0].epoch, NULL) != 1)
         abort();
 }
 

@@ -239,9 +239,9 @@ static void check_key(struct run *r, int pool, int key)
                                                        : SHM_FOUND_RAM;
     uint8_t state;
 
-    shm_lookup(run_pool(r, pool)->index, &r->keys[key], 1, epoch, &state);
+    shm_lookup(run_pool(r, pool)->index, NULL, &r->keys[key], 1, epoch, &state);
     expect(state == want, "pool %d: key %d is in state %u, not %u", pool, key, state, want);
-    shm_lookup(run_pool(r, pool)->index, &r->keys[key], 1, epoch - 1, &state);
+    shm_lookup(run_pool(r, pool)->index, NULL, &r->keys[key], 1, epoch - 1, &state);
     expect(state == SHM_FOUND_MISS, "pool %d: key %d is hit in an older epoch", pool, key);
 }
 

@@ -302,8 +302,8 @@ void op_lookup(struct run *r)
     run_note(r, "lookup of %u keys from %d in pool %d", n, numbers[0], pool);
     while (leading < n && model_find(&r->model, pool, numbers[leading], epoch) != MODEL_NONE)
         leading++;
-    expect(shm_lookup(run_pool(r, pool)->index, keys, n, epoch, NULL) == leading &&
-               shm_lookup(run_pool(r, pool)->index, keys, n, epoch, states) == leading,
+    expect(shm_lookup(run_pool(r, pool)->index, NULL, keys, n, epoch, NULL) == leading &&
+               shm_lookup(run_pool(r, pool)->index, NULL, keys, n, epoch, states) == leading,
            "pool %d: not %u leading hits", pool, leading);
     for (uint32_t i = 0; i < n; i++)
         expect((states[i] == SHM_FOUND_RAM) ==

@@ -33,7 +33,8 @@ GROUP = 54321  # of no name
 OK, FAILED, USAGE, UNREACHABLE, UNHEALTHY, NOT_FOUND, REFUSED = range(7)
 
 COMMANDS = ["status", "ping", "wait", "check", "spaces", "pools", "sessions", "blocks", "why", "stats", "keys",
-            "config check", "evict", "flush", "kill", "version", "help"]
+            "config check", "evict", "flush", "kill", "spill", "spill status", "spill format", "spill scrub", "spill trim",
+            "spill online", "spill offline", "spill sync", "spill stop", "completion", "version", "help"]
 
 passed, failed, skipped = 0, 0, 0
 current = ""
@@ -75,6 +76,8 @@ class Result:
 def kvctl(*args, env=None, **more):
     clean = {k: v for k, v in os.environ.items() if k not in ("KVD_SOCKET", "NO_COLOR")}
     clean.update(env or {})
+    if "input" not in more:
+        more.setdefault("stdin", subprocess.DEVNULL)  # a test run by hand has a terminal
     return Result(subprocess.run([KVCTL, *args], capture_output=True, text=True, errors="replace", env=clean,
                                  timeout=60, **more))
 
@@ -192,12 +195,14 @@ class Worker:
 class Fake:
     """Says whatever one wants it to say."""
 
-    def __init__(self, path, daemon="kvd 0.1.0", status=None, sessions=None, silent=False):
+    def __init__(self, path, daemon="kvd 0.1.0", status=None, sessions=None, silent=False, spill=None, more=None):
         self.daemon, self.status, self.sessions, self.silent = daemon, status, sessions, silent
+        self.spill, self.more = spill, more or {}  # FakeStores; {field: function of the parsed body}
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.bind(path)
         self.socket.listen()
-        threading.Thread(target=self.serve, daemon=True).start()
+        self.thread = threading.Thread(target=self.serve, daemon=True)
+        self.thread.start()
 
     def serve(self):
         with contextlib.suppress(OSError):
@@ -221,12 +226,99 @@ class Fake:
             return message(*head, (50, self.status))
         if 51 in request and self.sessions is not None:
             return message(*head, (51, self.sessions))
+        if 58 in request and self.spill is not None:
+            error, answer = self.spill.answer(parse(request[58][0]))
+            if error:
+                return message(head[0], (2, 2 * error - 1), (3, answer))
+            return message(*head, (58, answer))
+        for field, function in self.more.items():
+            if field in request:
+                return message(*head, (field, function(parse(request[field][0]))))
         if 11 in request:
             return message(*head)
         return message((1, request[1][0]), (2, 2 * 38 - 1), (3, "not known"))  # -ENOSYS
 
     def close(self):
+        self.socket.shutdown(socket.SHUT_RDWR)  # or the thread might accept what comes to the descriptor's next owner
+        self.thread.join()
         self.socket.close()
+
+
+STATUS, FORMAT, SCRUB, TRIM, ONLINE, OFFLINE, SYNC, STOP = range(8)
+
+
+class FakeStores:
+    """Stores whose tasks take so many looks at them, and end as they should."""
+
+    def __init__(self, *stores, looks=2, ends=(0, "12 objects read, none is broken"), refuse=None, late=0):
+        self.late, self.waiting = late, []  # looks before a task begins; (store, action) until then
+        self.stores, self.looks, self.ends, self.refuse = {x["name"]: x for x in stores}, looks, ends, refuse
+        self.asked = []  # (action, store, force, rate) of all but STATUS
+        self.seen = 0    # answers to STATUS
+
+    def answer(self, q):
+        action, store = q.get(1, [STATUS])[0], q.get(2, [b""])[0].decode()
+        mine = [x for x in self.stores.values() if store in ("", x["name"])]
+        if action == STATUS:
+            self.seen += 1
+            self.late -= bool(self.waiting)
+            while self.waiting and self.late <= 0:
+                self.begin(*self.waiting.pop())
+            for x in mine:
+                self.go_on(x)
+        elif self.refuse:
+            return self.refuse
+        else:
+            self.asked.append((action, store, bool(q.get(3, [0])[0]), q.get(4, [None])[0]))
+            for x in mine:
+                if self.late and action in (FORMAT, ONLINE):
+                    x["state"] = "offline"
+                    self.waiting.append((x, action))
+                else:
+                    self.begin(x, action)
+        return 0, message((1, [fake_store(**x) for x in mine]))
+
+    def begin(self, x, action):
+        name = {FORMAT: "format", SCRUB: "scrub", TRIM: "trim", ONLINE: "open", SYNC: "sync"}.get(action)
+        if name:
+            unit = "objects" if action in (SCRUB, SYNC) else "bytes"
+            x["task"] = dict(name=name, done=0, total=self.looks << 20, unit=unit, running=True)
+        elif action == OFFLINE:
+            x["state"] = "offline"
+
+    def go_on(self, x):
+        task = x.get("task")
+        if not task or not task["running"]:
+            return
+        task["done"] += 1 << 20
+        if task["done"] >= task["total"]:
+            task.update(running=False, status=self.ends[0], result=self.ends[1])
+            if task["name"] in ("open", "format") and not self.ends[0]:
+                x["state"] = "online"
+
+
+def fake_task(name, done, total, unit, running, result=None, status=None):
+    more = [(6, result)] if result else []
+    more += [(7, varint_zigzag(status))] if status is not None else []
+    return message((1, name), (2, done), (3, total), (4, unit), (5, int(running)), *more)
+
+
+def varint_zigzag(n):
+    return n << 1 if n >= 0 else (-n << 1) - 1
+
+
+def fake_store(name="demo/kv/a", path="/dev/fake", state="online", task=None, **more):
+    numbers = dict(problem=4, fix=5, io=6, note=7, bytes=8, records=9, used=10, queued=11, writing=12, reading=13,
+                   written_bytes=14, read_bytes=15, errors=16, epoch=17, admission=18, bandwidth=20)
+    fields = [(1, name), (2, path), (3, state), *((numbers[k], v) for k, v in more.items())]
+    return message(*fields, *([(19, fake_task(**task))] if task else []))
+
+
+FULL = dict(name="demo/kv/a", path="/dev/fake", io="io_uring, registered buffers", bytes=3 << 30, records=1000, used=250,
+            queued=7, writing=2, reading=1, written_bytes=5 << 20, read_bytes=0, errors=0, epoch=1, admission="all",
+            bandwidth=0)
+DEAD = dict(name="demo/kv/b", path="/dev/dead", state="offline", problem="10 errors in a row: Input/output error",
+            fix="kvctl spill online demo/kv/b")
 
 
 def fake_pool(free=0, live=100, pinned=0, reserved=0, quarantined=0, backing="tmpfs", page=4096):
@@ -311,6 +403,7 @@ class Place:
         self.socket = self.path("fake.sock")
         f = Fake(self.socket, *args, **more)
         self.closing.append(f)
+        return f
 
 
 def names(n, first=0):
@@ -351,6 +444,12 @@ def test_wrong_usage():
         (["why", "a/b", "gg"], "hexadecimal"), (["why", "a/b", "00" * 33], "2 to 64"), (["why", "a/b", "00:x"], "group"),
         (["kill", "x"], "whole number"), (["evict", "a/b"], "one of the three"),
         (["evict", "a/b", "00", "--count", "1"], "one of the three"), (["blocks", "a/b", "-a", "-n", "1"], "exclude"),
+        (["spill", "frmat"], 'did you mean "spill format"'), (["spill", "xyzzy"], "spill --help"),
+        (["spill", "format"], "too few"), (["spill", "scrub", "a", "b"], "too many"),
+        (["spill", "scrub", "--rate", "fast"], "--rate"), (["spill", "scrub", "--rate", "1X"], "--rate"),
+        (["spill", "scrub", "--rate", "99999999999T"], "--rate"), (["spill", "stop", "--no-wait"], "--no-wait"),
+        (["spill", "format", "a/b/c", "--force"], "--yes"), (["blocks", "a/b", "--tier", "disk"], "ram or nvme"),
+        (["completion", "fish"], "bash and zsh"),
         (["stats", "--count", "1"], "--interval"), (["stats", "--openmetrics", "-o", "json"], "--openmetrics"),
     ]:
         r = kvctl(*args)
@@ -636,6 +735,405 @@ def test_kill():
         check("not itself", r.rc == USAGE and "itself" in r.err, r.both)
 
 
+# ---- the NVMe tier, of a made-up daemon
+
+def test_spill_status():
+    with Place() as p:
+        p.fake(spill=FakeStores(dict(FULL)))
+        r = p.kvctl("spill")
+        check("table", r.rc == OK and r.rows()[0][:2] == ["STORE", "STATE"] and r.rows()[1][:2] == ["demo/kv/a", "online"],
+              r.both)
+        check("numbers for people", "3 GiB" in r.out and "5 MiB" in r.out and "io_uring, registered buffers" in r.out, r.out)
+        equal("spill status is the same", p.kvctl("spill", "status").out, r.out)
+        equal("of one", p.kvctl("spill", "status", "demo/kv/a").out, r.out)
+        equal("no headers", p.kvctl("spill", "--no-headers").rows()[0][0], "demo/kv/a")
+        s = p.kvctl("spill", "status", "-o", "json").json()
+        equal("schema", s["schema"], 1)
+        equal("all of it", s["stores"], [{**FULL, "state": "online"}])
+        r = p.kvctl("spill", "status", "demo/kv/q")
+        check("one that is not there", r.rc == NOT_FOUND and "did you mean demo/kv/a" in r.err, r.both)
+    with Place() as p:
+        p.fake(spill=FakeStores(dict(FULL), dict(DEAD, note="slow because; fix: this")))
+        r = p.kvctl("spill")
+        check("an offline one", r.rc == UNHEALTHY and "problem: demo/kv/b is offline: 10 errors in a row: Input/output "
+              "error; fix: kvctl spill online demo/kv/b\n" in r.out, r.both)
+        check("what could be better", "note: demo/kv/b could be better: slow because" in r.out, r.out)
+        s = p.kvctl("spill", "-o", "json").json()["stores"][1]
+        equal("as JSON", (s["state"], s["fix"], "bytes" in s), ("offline", DEAD["fix"], False))
+        equal("the other one is well", p.kvctl("spill", "status", "demo/kv/a").rc, OK)
+    for state, problem, rc in [("read-only", None, UNHEALTHY), ("waiting", None, OK), ("waiting", "for long", UNHEALTHY),
+                               ("reading", None, OK), ("something new", None, OK)]:
+        with Place() as p:
+            p.fake(spill=FakeStores(dict(FULL, state=state, **({"problem": problem} if problem else {}))))
+            equal(f"{state}, {problem}", p.kvctl("spill").rc, rc)
+    with Place() as p:
+        p.fake(spill=FakeStores())
+        r = p.kvctl("spill")
+        check("none", r.rc == OK and not r.out and "[spill SPACE/POOL/NAME]" in r.err, r.both)
+        r = p.kvctl("spill", "scrub", "a/b/c")
+        check("none to scrub", r.rc == NOT_FOUND and "none" in r.err, r.both)
+    with Place() as p:
+        p.fake()
+        r = p.kvctl("spill")
+        check("a daemon that knows no stores", r.rc == FAILED and "not known" in r.err, r.both)
+    with Place() as p:
+        p.fake(spill=FakeStores(dict(DEAD, name="a/b/\x1b[2J", problem="x\x1b]0;b\x07\ny")))
+        for args in [["spill"], ["spill", "online"], ["status"], ["check"]]:
+            r = p.kvctl(*args)
+            check(f"{args}: no control characters", not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", r.out + r.err), repr(r.both))
+
+
+def test_spill_task_column():
+    for task, shown in [(dict(name="scrub", done=45, total=100, unit="objects", running=True), "scrub 45 %"),
+                        (dict(name="format", done=0, total=0, unit="bytes", running=True), "format "),
+                        (dict(name="trim", done=5, total=5, unit="bytes", running=False, status=0), "trim done"),
+                        (dict(name="scrub", done=5, total=9, unit="objects", running=False, status=-125, result="asked for"),
+                         "scrub stopped"),
+                        (dict(name="scrub", done=5, total=9, unit="objects", running=False, status=-5, result="gone"),
+                         "scrub failed")]:
+        with Place() as p:
+            p.fake(spill=FakeStores(dict(FULL, task=task), looks=1 << 20))
+            p.closing[0].spill.go_on = lambda x: None
+            r = p.kvctl("spill")
+            check(shown, "TASK" in r.out and shown in r.out, r.out)
+            t = p.kvctl("spill", "-o", "json").json()["stores"][0]["task"]
+            equal("as JSON", (t["name"], t["done"], t["total"], t["running"], t.get("status")),
+                  (task["name"], task["done"], task["total"], task["running"], task.get("status")))
+            equal("why it failed", "problem: demo/kv/a (scrub failed): gone" in r.out, task.get("result") == "gone", r.out)
+    with Place() as p:
+        p.fake(spill=FakeStores(dict(FULL, task=dict(name="open", done=5, total=5, unit="bytes", running=False, status=0))))
+        check("that it was opened is no news", "TASK" not in p.kvctl("spill").out)
+
+
+def errand(*args, **more):
+    """(Result, what the daemon was asked, how often for the state) of `kvctl spill ARGS` on one store."""
+    with Place() as p:
+        stores = FakeStores(dict(FULL, state=more.pop("state", "online"), **more.pop("store", {})), **more)
+        p.fake(spill=stores)
+        return p.kvctl("spill", *args), stores.asked, stores.seen
+
+
+def test_spill_actions():
+    r, asked, seen = errand("scrub", "demo/kv/a", "--rate", "200M")
+    equal("scrub", (r.rc, r.out, r.err), (OK, "demo/kv/a: scrub: 12 objects read, none is broken\n", ""))
+    equal("what was asked", asked, [(SCRUB, "demo/kv/a", False, 200 << 20)])
+    equal("it has looked until the end", seen, 1 + 2)
+    r, asked, seen = errand("scrub", "--no-wait")
+    equal("without waiting", (r.rc, r.out, asked, seen),
+          (OK, "demo/kv/a: scrub has begun\n", [(SCRUB, "demo/kv/a", False, None)], 2), r.both)
+    r, _, _ = errand("scrub", "-o", "json")
+    equal("as JSON", (r.json()["schema"], r.json()["action"], r.json()["stores"][0]["task"]["status"]), (1, "scrub", 0))
+    r, asked, _ = errand("scrub", "--rate", "512", ends=(-5, "at byte 4096: Input/output error"))
+    check("that fails", r.rc == FAILED and "kvctl: demo/kv/a: scrub: at byte 4096" in r.err and not r.out, r.both)
+    equal("a rate in bytes", asked[0][3], 512)
+    r, _, _ = errand("trim", ends=(-95, None))
+    check("that fails without a word", r.rc == FAILED and "not supported" in r.err, r.both)
+    r, asked, _ = errand("trim", "demo/kv/a", ends=(0, None))
+    equal("trim", (r.rc, r.out, asked), (OK, "demo/kv/a: trim: done\n", [(TRIM, "demo/kv/a", False, None)]))
+    r, asked, _ = errand("sync", ends=(0, None))
+    equal("sync", (r.rc, r.out, asked), (OK, "demo/kv/a: sync: done\n", [(SYNC, "demo/kv/a", False, None)]))
+    r, asked, _ = errand("online", "demo/kv/a", state="offline", ends=(0, None))
+    equal("online", (r.rc, r.out, asked), (OK, "demo/kv/a: online\n", [(ONLINE, "demo/kv/a", False, None)]))
+    r, _, _ = errand("online", state="offline", ends=(-16, "in use by another program"), store=dict(fix="unmount it"))
+    check("online fails", r.rc == FAILED and "demo/kv/a: open: in use by another program; fix: unmount it" in r.err, r.both)
+    r, asked, seen = errand("offline", "demo/kv/a")
+    equal("offline", (r.rc, r.out, asked, seen), (OK, "demo/kv/a: offline\n", [(OFFLINE, "demo/kv/a", False, None)], 2))
+    r, asked, seen = errand("stop", store=dict(task=dict(name="scrub", done=1, total=9 << 30, unit="objects", running=True)))
+    equal("stop does not wait", (r.rc, asked, seen), (OK, [(STOP, "demo/kv/a", False, None)], 2), r.both)
+    equal("says so", r.out, "demo/kv/a: the scrub is stopped\n")
+    r, asked, _ = errand("stop")
+    check("nothing to stop", r.rc == OK and not asked and "nothing to stop" in r.err, r.both)
+    r, _, seen = errand("online", state="offline", late=3, ends=(0, None))
+    equal("what begins late is waited for", (r.rc, r.out), (OK, "demo/kv/a: online\n"), r.both)
+    r, _, seen = errand("format", "demo/kv/a", late=3)
+    equal("a format as well", (r.rc, r.out), (OK, "demo/kv/a: format: 12 objects read, none is broken\n"), r.both)
+    r, _, _ = errand("scrub", state="offline")
+    equal("of one that is offline", r.rc, UNHEALTHY, r.both)
+    r, asked, _ = errand("scrub", refuse=(16, "a format runs; wait"))
+    check("refused", r.rc == FAILED and "a format runs; wait" in r.err, r.both)
+    r, asked, _ = errand("scrub", refuse=(1, "needs role admin"))
+    check("not allowed", r.rc == REFUSED and "admin" in r.err, r.both)
+    old = dict(name="scrub", done=1, total=9, unit="objects", running=False, status=-5, result="old")
+    r, _, _ = errand("offline", store=dict(task=old))
+    equal("an old failure is not ours", r.rc, OK, r.both)
+    r, asked, _ = errand("format", "demo/kv/a")
+    equal("format", (r.rc, r.out, asked), (OK, "demo/kv/a: format: 12 objects read, none is broken\n",
+                                           [(FORMAT, "demo/kv/a", False, None)]), r.both)
+    r, asked, _ = errand("format", "demo/kv/a", "--force", "--yes")
+    equal("format by force", (r.rc, asked), (OK, [(FORMAT, "demo/kv/a", True, None)]), r.both)
+    r, asked, _ = errand("format", "demo/kv/x", "--yes")
+    equal("format of another one", (r.rc, asked), (NOT_FOUND, []), r.both)
+    with Place() as p:
+        stores = FakeStores(dict(FULL), dict(FULL, name="demo/kv/b"), dict(FULL, name="demo/kv/c", state="offline"))
+        refuse = stores.answer
+        stores.answer = lambda q: (16, "it is not online") if q[1] != [STATUS] and q[2] == [b"demo/kv/c"] else refuse(q)
+        p.fake(spill=stores)
+        r = p.kvctl("spill", "sync")
+        check("several, one of which refuses", r.rc == FAILED and "it is not online" in r.err, r.both)
+        equal("does not keep the others from it", [x.split()[0] for x in r.out.splitlines()], ["demo/kv/a:", "demo/kv/b:"])
+    with Place() as p:
+        stores = FakeStores(dict(FULL), looks=1 << 30)
+        p.fake(spill=stores)
+        begun = subprocess.Popen([KVCTL, "-s", p.socket, "spill", "scrub"], stderr=subprocess.PIPE, text=True)
+        while stores.seen < 3:
+            time.sleep(0.01)
+        stores.answer = lambda q: (107, "the daemon is going")
+        err = begun.communicate(timeout=60)[1]
+        check("a daemon that goes meanwhile", begun.returncode in (FAILED, UNREACHABLE), (begun.returncode, err))
+
+
+def test_spill_on_terminal():
+    with Place() as p:
+        stores = FakeStores(dict(FULL), looks=4, ends=(0, "done with it"))
+        p.fake(spill=stores)
+        args = ["-s", p.socket, "spill", "format", "demo/kv/a"]
+        for answer in (b"n\n", b"\n", b"yess\n", b"\x04"):
+            out, rc = on_terminal_with(answer, *args)
+            equal(f"{answer}", (rc, stores.asked), (FAILED, []), out)
+            check("says what would be lost", "demo/kv/a is /dev/fake (3 GiB), with 250 objects" in out and
+                  "nothing was formatted" in out, out)
+        out, rc = on_terminal_with(b"y\n", *args, "--force")
+        equal("y", (rc, stores.asked), (OK, [(FORMAT, "demo/kv/a", True, None)]), out)
+        check("warns of force", "whatever else is there" in out, out)
+        check("progress", "demo/kv/a: format: 50 % (2 MiB of 4 MiB)" in out and "done with it" in out, out)
+        stores.asked.clear()
+        out, rc = on_terminal_with(b"", *args, "--yes")
+        check("--yes asks nothing", rc == OK and "[y/N]" not in out and stores.asked == [(FORMAT, "demo/kv/a", False, None)],
+              out)
+        out, rc = on_terminal_with(b"", "-s", p.socket, "spill", "scrub", "-o", "json")
+        check("no progress in JSON", rc == OK and " % (" not in out, out)
+
+
+def test_stores_elsewhere():
+    """status, pools and check know of stores, too."""
+    with Place() as p:
+        p.fake(status=fake_status(fake_pool(free=50, live=50)), spill=FakeStores(dict(FULL), dict(DEAD)))
+        r = p.kvctl("status")
+        equal("said once", r.out.count("10 errors in a row"), 1, r.both)
+        check("status", "demo/kv/a" in r.out and "problem: demo/kv/b is offline" in r.out and
+              "; fix: kvctl spill online demo/kv/b" in r.out, r.both)
+        equal("as JSON", [x["name"] for x in p.kvctl("status", "-o", "json").json()["stores"]], ["demo/kv/a", "demo/kv/b"])
+        r = p.kvctl("pools")
+        check("pools", "STORED" in r.rows()[0] and "250" in r.rows()[1], r.out)
+        equal("as JSON", p.kvctl("pools", "-o", "json").json()["pools"][0]["stored"], 250)
+        r = p.kvctl("check", "-o", "json")
+        level, text, fix = by_item(r)["stores"][0]
+        check("check", r.rc == UNHEALTHY and level == "FAIL" and "demo/kv/b (/dev/dead) is offline: 10 errors" in text and
+              fix == ["kvctl spill online demo/kv/b"], (level, text, fix))
+    for store, level, text, fix in [
+            (dict(FULL), "ok", "1 online", None),
+            (dict(FULL, state="reading", task=dict(name="open", done=1 << 29, total=1 << 31, unit="bytes", running=True)),
+             "warn", "not in use yet: reading, ", "spill status demo/kv/a"),
+            (dict(FULL, state="waiting"), "warn", "not in use yet: waiting", "wait"),
+            (dict(FULL, state="read-only", problem="No space left on device"), "FAIL", "read-only: No space",
+             "spill online demo/kv/a"),
+            (dict(FULL, errors=3), "warn", "has had 3 errors", "spill scrub demo/kv/a"),
+            (dict(FULL, note="io_uring is denied (seccomp); fix: another profile"), "warn", "io_uring is denied (seccomp)",
+             "another profile")]:
+        with Place() as p:
+            p.fake(status=fake_status(fake_pool(free=50)), spill=FakeStores(store, looks=1 << 30))
+            r = p.kvctl("check", "-o", "json")
+            got = by_item(r)["stores"]
+            check(f"check: {text}", len(got) == 1 and got[0][0] == level and text in got[0][1] and
+                  (fix in got[0][2][0] if fix else not got[0][2]), got)
+            equal("exit status", r.rc, UNHEALTHY if level == "FAIL" else OK, r.both)
+    with Place() as p:
+        said = "store demo/kv/b is offline: broken; fix: do this"
+        p.fake(status=fake_status(fake_pool(free=50), state="degraded", problems=[said]), spill=FakeStores(dict(DEAD)))
+        items = by_item(p.kvctl("check", "-o", "json"))
+        equal("nor by status", p.kvctl("status").out.count("is offline"), 1)
+        check("what the daemon says itself is not said twice", len(items["problem"]) == 1 and "stores" not in items, items)
+    with Place() as p:
+        p.fake(status=fake_status(fake_pool(free=50)), spill=FakeStores())
+        check("without stores check says nothing of them", "stores" not in by_item(p.kvctl("check", "-o", "json")))
+        check("nor status", "STORE" not in p.kvctl("status").out)
+        check("nor pools", "STORED" not in p.kvctl("pools").out)
+
+
+def test_objects_in_stores():
+    block = message((1, 77), (2, message((1, b"\xab" * 32))), (3, "stored"), (4, 4096), (5, 0), (7, 1), (11, "demo/kv/a"))
+    live = message((1, 3), (2, message((1, b"\xcd" * 32))), (3, "live"), (4, 4096), (5, 0), (11, "demo/kv/a"))
+    asked = []
+
+    def blocks(q):
+        asked.append(q.get(4, [None])[0])
+        return message((1, [block if asked[-1] == b"nvme" else live]))
+    with Place() as p:
+        p.fake(status=fake_status(fake_pool(free=50)),
+               more={52: blocks, 53: lambda q: message((1, "present"), (4, block if b"\xab" in q[2][0] else live))})
+        r = p.kvctl("blocks", "demo/kv", "--tier", "nvme")
+        check("blocks", r.rc == OK and r.rows()[0][:3] == ["STORE", "RECORD", "BYTES"] and
+              r.rows()[1] == ["demo/kv/a", "77", "4", "KiB", "1", "ab" * 32], r.both)
+        s = p.kvctl("blocks", "demo/kv", "--tier", "nvme", "-o", "json").json()
+        equal("as JSON", (s["tier"], s["blocks"][0]["store"], s["blocks"][0]["slot"]), ("nvme", "demo/kv/a", 77))
+        r = p.kvctl("blocks", "demo/kv")
+        check("which of the pool have a copy", r.rows()[0][-2:] == ["STORE", "KEY"] and "demo/kv/a" in r.out, r.both)
+        equal("what was asked", asked, [b"nvme", b"nvme", b"ram"])
+        for key, tier in [("ab" * 32, "nvme"), ("cd" * 32, "ram")]:
+            r = p.kvctl("why", "demo/kv", key)
+            check(f"why {tier}", r.rc == OK and re.search(rf"^tier +{tier}$", r.out, re.M) and
+                  re.search(r"^store +demo/kv/a$", r.out, re.M), r.both)
+            equal("as JSON", p.kvctl("why", "demo/kv", key, "-o", "json").json()["tier"], tier)
+
+
+def test_stats_of_tiers():
+    rounds = []
+
+    def stats(_):
+        rounds.append(1)
+        return message((1, [message((1, "kvd_read_bytes_total"), (2, 100 * len(rounds) * n), (3, "demo/kv"), (6, tier))
+                            for tier, n in (("ram", 1), ("nvme", 5))]))
+    with Place() as p:
+        p.fake(more={54: stats})
+        r = p.kvctl("stats")
+        check("a column for the tier", r.rows()[0][:3] == ["NAME", "POOL", "TIER"] and
+              [x[2] for x in r.rows()[1:]] == ["ram", "nvme"], r.both)
+        equal("labels", [x for x in p.kvctl("stats", "--openmetrics").out.splitlines() if "{" in x],
+              [f'kvd_read_bytes_total{{pool="demo/kv",tier="{t}"}} {n}' for t, n in (("ram", 200), ("nvme", 1000))])
+        last = json.loads(p.kvctl("stats", "-i", "0.05", "-n", "2", "-o", "json").out.splitlines()[-1])["stats"]
+        check("rates", len(last) == 2 and all(x["rate"] > 0 for x in last), last)
+
+
+# ---- the NVMe tier, of a real daemon
+
+class Stored(Place):
+    """A daemon with a store; `able` is false when it knows none."""
+
+    def __enter__(self):
+        self.disk = tempfile.mkdtemp(prefix="kvctl-store-", dir="/tmp")
+        os.chmod(self.disk, 0o755)
+        self.daemon(spaces=f"[space demo]\n[spill demo/kv/a]\npath = {self.disk}/a\nsize = 32M")
+        self.able = bool(self.kvctl("spill", "-o", "json").rc == OK and self.stores())
+        return self
+
+    def __exit__(self, *why):
+        super().__exit__(*why)
+        shutil.rmtree(self.disk)
+
+    def stores(self):
+        return self.kvctl("spill", "-o", "json").json()["stores"]
+
+
+def test_real_store():
+    with Stored() as p:
+        if not p.able:
+            return skip("this daemon has no NVMe tier")
+        w = p.worker()
+        w.put(names(20), tenant=5)
+        r = p.kvctl("spill", "sync")
+        check("sync", r.rc == OK and r.out.startswith("demo/kv/a: "), r.both)
+        s = p.stores()[0]
+        equal("all are there", (s["state"], s["used"], s["queued"], s["path"]), ("online", 20, 0, p.disk + "/a"), s)
+        check("written", s["written_bytes"] >= 20 * 4096 and s["records"] > 16 * 20 and s["bytes"] == 32 << 20, s)
+        equal("pools", p.kvctl("pools", "-o", "json").json()["pools"][0]["stored"], 20)
+        check("status", "demo/kv/a" in p.kvctl("status").out)
+        equal("check", by_item(p.kvctl("check", "-o", "json"))["stores"][0][0] in ("ok", "warn"), True)
+        b = p.kvctl("blocks", "demo/kv", "--tier", "nvme", "--all", "-o", "json").json()
+        equal("blocks", (sorted(x["key"] for x in b["blocks"]), b["more"]), (sorted(n.hex() for n in names(20)), False))
+        equal("of the store", {x["store"] for x in b["blocks"]}, {"demo/kv/a"})
+        equal("in steps", len(p.kvctl("blocks", "demo/kv", "--tier", "nvme", "-n", "7", "-o", "json").json()["blocks"]), 7)
+        check("a tier of its own in stats", '"nvme"' in p.kvctl("stats", "-o", "json").out)
+        equal("evict from memory", p.kvctl("evict", "demo/kv", "-n", "20").rc, OK)
+        r = p.kvctl("why", "demo/kv", names(1)[0].hex(), "-o", "json")
+        equal("why", (r.rc, r.json().get("tier"), r.json().get("block", {}).get("store")), (OK, "nvme", "demo/kv/a"), r.both)
+        equal("scrub", p.kvctl("spill", "scrub").rc, OK)
+        r = p.kvctl("spill", "trim")
+        check("trim", r.rc == OK or "not supported" in r.err, r.both)
+        equal("a slow scrub", p.kvctl("spill", "scrub", "--rate", "1", "--no-wait").rc, OK)
+        equal("runs", p.stores()[0]["task"]["running"], True)
+        r = p.kvctl("spill", "trim")
+        check("one thing at a time", r.rc == FAILED and "running" in r.err, r.both)
+        r = p.kvctl("spill", "stop")
+        equal("and is stopped", (r.rc, r.out, p.stores()[0]["task"]["running"]),
+              (OK, "demo/kv/a: the scrub is stopped\n", False), r.both)
+        equal("nothing to stop", p.kvctl("spill", "stop").rc, OK)
+        equal("of one", p.kvctl("spill", "stop", "demo/kv/a").rc, NOT_FOUND)
+
+
+def test_real_store_goes_and_comes():
+    with Stored() as p:
+        if not p.able:
+            return skip("this daemon has no NVMe tier")
+        p.worker().put(names(20))
+        p.kvctl("spill", "sync")
+        equal("offline", p.kvctl("spill", "offline", "demo/kv/a").rc, OK)
+        r = p.kvctl("spill")
+        check("is told", r.rc == UNHEALTHY and "offline" in r.out, r.both)
+        check("with its fix", "kvctl spill online demo/kv/a" in r.out, r.out)
+        r = p.kvctl("check", "-o", "json")
+        check("by check, too", r.rc == UNHEALTHY and "demo/kv/a" in r.out, r.both)
+        equal("online", p.kvctl("spill", "online", "demo/kv/a").rc, OK)
+        equal("and all are there", p.stores()[0]["used"], 20)
+        equal("twice does no harm", p.kvctl("spill", "online").rc, OK)
+        r = p.kvctl("spill", "format", "demo/kv/a", stdin=subprocess.DEVNULL)
+        check("format does not lose objects without force", r.rc == FAILED and "--force" in r.both, r.both)
+        equal("nothing is lost", p.stores()[0]["used"], 20)
+        equal("format", p.kvctl("spill", "format", "demo/kv/a", "--force", "--yes").rc, OK)
+        equal("all are gone", (p.stores()[0]["state"], p.stores()[0]["used"]), ("online", 0))
+
+
+def test_real_store_is_no_file_of_others():
+    with Stored() as p:
+        if not p.able:
+            return skip("this daemon has no NVMe tier")
+        p.processes.pop().kill()
+        path = p.write("kvd2.conf", open(p.path("kvd.conf")).read().replace(p.disk + "/a", p.disk + "/foreign"))
+        with open(p.disk + "/foreign", "wb") as f:
+            f.write(b"somebody's letters\n" * 1000)
+        with open(p.path("log"), "w") as log:
+            p.processes.append(subprocess.Popen([KVD, "-c", path], stderr=log))
+        equal("it serves all the same", p.kvctl("wait", "--ready", "--timeout", "30").rc, OK)
+        r = p.kvctl("spill")
+        check("refused, with the fix", r.rc == UNHEALTHY and "kvctl spill format" in r.out, r.both)
+        equal("said once", r.out.count("problem: "), 1, r.both)
+        equal("format without force", p.kvctl("spill", "format", "demo/kv/a", "--yes").rc, FAILED)
+        check("has changed nothing", open(p.disk + "/foreign", "rb").read(19) == b"somebody's letters\n")
+        r = p.kvctl("spill", "format", "demo/kv/a", "--force", "--yes")
+        equal("with force", (r.rc, p.stores()[0]["state"]), (OK, "online"), r.both)
+
+
+def test_real_store_roles():
+    with Place() as p:
+        p.disk = p.path("disk")
+        os.mkdir(p.disk)
+        p.daemon(spaces=f"[space demo]\n[spill demo/kv/a]\npath = {p.disk}/a\nsize = 32M",
+                 sockets="[socket a]\npath = RUN/kvd.sock\nrole = admin\n[socket r]\npath = RUN/r.sock\nrole = reader")
+        if p.kvctl("spill").rc == FAILED:
+            return skip("this daemon has no NVMe tier")
+        for args in [["format", "demo/kv/a"], ["scrub"], ["trim"], ["online"], ["offline"], ["sync"], ["stop", "demo/kv/a"]]:
+            r = kvctl("-s", p.path("run/r.sock"), "spill", *args)
+            check(f"a reader may not {args[0]}", r.rc == REFUSED and "admin" in r.err, r.both)
+
+
+# ---- completion
+
+def complete(script, *words, env=None):
+    """What bash would offer for the last word."""
+    shell = f"""PATH={os.path.dirname(os.path.abspath(KVCTL))}:$PATH; source {script}
+COMP_WORDS=({' '.join("'" + w + "'" for w in words)}); COMP_CWORD={len(words) - 1}; _kvctl; printf '%s\\n' "${{COMPREPLY[@]}}" """
+    return subprocess.run(["bash", "-c", shell], capture_output=True, text=True, env={**os.environ, **(env or {})},
+                          timeout=60).stdout.split()
+
+
+def test_completion():
+    with Place() as p:
+        p.fake(status=fake_status(fake_pool(free=50)), spill=FakeStores(dict(FULL), dict(DEAD)))
+        script = p.write("completion", kvctl("completion", "bash").out)
+        commands = complete(script, "kvctl", "")
+        equal("commands", sorted(commands), sorted({c.split()[0] for c in COMMANDS}))
+        equal("beginning", complete(script, "kvctl", "sp"), ["spaces", "spill"])
+        equal("second words", sorted(complete(script, "kvctl", "spill", "")),
+              sorted(c.split()[1] for c in COMMANDS if c.startswith("spill ")))
+        equal("behind an option", complete(script, "kvctl", "-o", "json", "config", ""), ["check"])
+        check("options", {"--rate", "--no-wait", "--socket"} <= set(complete(script, "kvctl", "spill", "scrub", "--")))
+        check("of that command only", "--force" not in complete(script, "kvctl", "spill", "scrub", "--"))
+        equal("pools", complete(script, "kvctl", "-s", p.socket, "blocks", ""), ["demo/kv"])
+        equal("spaces", complete(script, "kvctl", "flush", "d", env={"KVD_SOCKET": p.socket}), ["demo"])
+        equal("stores, though one is offline", complete(script, "kvctl", "-s", p.socket, "spill", "online", "demo/"),
+              ["demo/kv/a", "demo/kv/b"])
+        check("zsh", kvctl("completion", "zsh").out.endswith(kvctl("completion", "bash").out))
+
+
 # ---- roles and permissions
 
 def test_roles():
@@ -900,6 +1398,41 @@ def test_machine_memory():
             **{HUGE + "free_hugepages": "3\n"})
 
 
+def test_machine_stores():
+    store = POOL + "\n[spill demo/kv/a]\npath = /srv/kvd/a\nsize = 1G"
+    there = {"pool": store, "/srv/kvd/x": ""}
+    machine("ext4", "stores", "ok", "demo/kv/a: /srv/kvd/a is on ext4", None, **there)
+    machine("no folder", "stores", "FAIL", "/srv/kvd does not exist", "install -d -m 0700 -o kvd -g kvd /srv/kvd", pool=store)
+    mounts = GOOD["/proc/self/mountinfo"]
+    machine("memory", "stores", "warn", "is on a tmpfs: it takes memory",
+            '"path" in [spill demo/kv/a]: below /var/lib/kvd, or another folder on a drive', **there,
+            **{"/proc/self/mountinfo": mounts + "40 22 0:9 / /srv rw - tmpfs t rw\n"})
+    machine("a network", "stores", "warn", "is on nfs4, which may do without direct I/O",
+            '"path" in [spill demo/kv/a]: on ext4 or XFS on a local drive, or the drive itself', **there,
+            **{"/proc/self/mountinfo": mounts + "40 22 0:9 / /srv rw - nfs4 t rw\n"})
+    got = examine(**{**there, "pool": store.replace("1G", "1000T")})["stores"][0]
+    check("too large", got[0] == "warn" and "1000 TiB" in got[1] and '[spill demo/kv/a], or space' in got[2][0], got)
+    check("without stores nothing is said", not {"stores", "io_uring"} & examine().keys())
+
+
+def test_machine_io_uring():
+    store = POOL + "\n[spill demo/kv/a]\npath = /srv/kvd/a\nsize = 1G"
+    off = {"/proc/sys/kernel/io_uring_disabled": "2\n"}
+    machine("by sysctl", "io_uring", "warn", "io_uring_disabled = 2: stores get by with threads",
+            "sysctl kernel.io_uring_disabled=0", pool=store, **off)
+    machine("though it is demanded", "io_uring", "FAIL", "io_uring_disabled = 2", "sysctl kernel.io_uring_disabled=0",
+            pool=store + "\nio = io_uring", **off)
+    check("not wanted", "io_uring" not in examine(pool=store + "\nio = threads", **off))
+    if platform.machine() not in ("x86_64", "aarch64"):
+        return skip("numbers of system calls are known for x86-64 and arm64 only")
+    with Place() as p:
+        config = p.write("kvd.conf", f"[space demo]\n[pool demo/kv]\n{store}\n")
+        args = ["-s", p.path("none"), "check", "-c", config, "-o", "json"]
+        for error, wanted in [(1, "denied here"), (38, "the kernel does not have it")]:
+            got = by_item(kvctl(*args, preexec_fn=seccomp(425, None, 0, error)))["io_uring"][0]
+            check(wanted, got[0] == "warn" and wanted in got[1] and len(got[2]) == 1, got)
+
+
 def test_machine_rest():
     machine("runtime_dir", "runtime_dir", "ok", "tmpfs", None)
     machine("on a disk", "runtime_dir", "warn", "ext4", '"runtime_dir = /run/kvd" in [daemon]',
@@ -973,6 +1506,10 @@ def test_config_check():
         check("good", r.rc == OK and "good: 1 space, 1 pool (16 MiB), 1 socket" in r.out, r.both)
         r = kvctl("config", "check", p.config(), "-o", "json")
         equal("as JSON", (r.json()["good"], r.json()["problems"], r.json()["pool_bytes"]), (True, [], 16 << 20))
+        stored = p.config(spaces=f"[space demo]\n[spill demo/kv/a]\npath = {p.path('a')}\nsize = 1G")
+        r = kvctl("config", "check", stored)
+        check("with a store", r.rc == OK and r.out.endswith(", 1 socket, 1 store (1 GiB)\n"), r.both)
+        equal("as JSON", (kvctl("config", "check", stored, "-o", "json").json()["stores"]), 1)
         bad = p.write("bad.conf", "[daemon]\nhugepage = off\n[space a]\n[pool b/c]\nslot = 5\n")
         r = kvctl("config", "check", bad)
         check("every problem has its line", r.rc == FAILED and f"{bad}:2: error:" in r.out and f"{bad}:5: error:" in r.out,
@@ -1062,11 +1599,17 @@ def test_keys_errors():
 # ---- terminals
 
 def on_terminal(*args, env=None):
+    return on_terminal_with(b"", *args, env=env)[0]
+
+
+def on_terminal_with(typed, *args, env=None):
+    """(what it shows, exit status), after so much was typed."""
     pid, fd = pty.fork()
     if pid == 0:
         os.environ.pop("NO_COLOR", None)
         os.environ.update(env or {})
         os.execv(KVCTL, [KVCTL, *args])
+    os.write(fd, typed)
     out = b""
     with contextlib.suppress(OSError):
         while True:
@@ -1074,9 +1617,9 @@ def on_terminal(*args, env=None):
             if not more:
                 break
             out += more
-    os.waitpid(pid, 0)
+    rc = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     os.close(fd)
-    return out.decode(errors="replace")
+    return out.decode(errors="replace"), rc
 
 
 def test_color():

@@ -65,7 +65,8 @@ static int check_entry(const struct check *k, const struct pool *p, const struct
         return wrong(k, "slot %u: line %u, but line %llu names it", slot, s->line,
                      (unsigned long long)line);
     if (!(shm_word_state(word) == SHM_LIVE && s->state == SHM_SLOT_LIVE) &&
-        !(shm_word_state(word) == SHM_PENDING && s->state == SHM_SLOT_RESERVED))
+        !(shm_word_state(word) == SHM_PENDING &&
+          (s->state == SHM_SLOT_RESERVED || s->state == SHM_SLOT_IN_FLIGHT)))
         return wrong(k, "slot %u: state %u, its entry %d", slot, s->state, shm_word_state(word));
     if (!shm_entry_is(e, &m->key, s->epoch) || m->epoch != s->epoch)
         return wrong(k, "slot %u: entry and metadata have different keys or epochs", slot);
@@ -88,9 +89,11 @@ static int check_index(const struct check *k, const struct pool *p)
     }
     if (r < 0)
         return r;
-    if (used != p->count[SHM_SLOT_LIVE] + p->count[SHM_SLOT_RESERVED])
-        return wrong(k, "%llu entries for %u live and %u reserved slots", (unsigned long long)used,
-                     p->count[SHM_SLOT_LIVE], p->count[SHM_SLOT_RESERVED]);
+    if (used !=
+        p->count[SHM_SLOT_LIVE] + p->count[SHM_SLOT_RESERVED] + p->count[SHM_SLOT_IN_FLIGHT])
+        return wrong(k, "%llu entries for %u live, %u reserved and %u slots in flight",
+                     (unsigned long long)used, p->count[SHM_SLOT_LIVE],
+                     p->count[SHM_SLOT_RESERVED], p->count[SHM_SLOT_IN_FLIGHT]);
     if (overflow != passed)
         return wrong(k, "overflow counters have rotted: %llu, not %llu",
                      (unsigned long long)overflow, (unsigned long long)passed);
@@ -110,7 +113,8 @@ static int check_links(const struct check *k, const struct pool *p)
     for (uint32_t i = 0; i < p->slots; i++) {
         const struct slot *s = &p->slot[i];
         bool live = p->table->slots[i].state == SHM_SLOT_LIVE;
-        bool used = live || p->table->slots[i].state == SHM_SLOT_RESERVED;
+        bool used = live || p->table->slots[i].state == SHM_SLOT_RESERVED ||
+                    p->table->slots[i].state == SHM_SLOT_IN_FLIGHT;
 
         children += s->children;
         links += is_linked(p, s);

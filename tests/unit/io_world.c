@@ -9,6 +9,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -89,16 +90,10 @@ static int no_files(struct io_uring *ring, const int *fds, unsigned n)
     return -EMFILE;
 }
 
-static int no_eventfd(unsigned count, int flags)
-{
-    (void)count, (void)flags;
-    cr_assert_fail("the ring needs none");
-    return -1;
-}
-
 #define RING_SYS(...)                                                                              \
     {                                                                                              \
-        .calloc = calloc, .eventfd = no_eventfd, .ring_register_probe = io_uring_register_probe,   \
+        .calloc = calloc, .eventfd = eventfd, .ring_register_probe = io_uring_register_probe,      \
+        .ring_register_eventfd = io_uring_register_eventfd,                                        \
         .ring_register_buffers = io_uring_register_buffers, .ring_submit = io_uring_submit,        \
         .ring_get_events = io_uring_get_events, __VA_ARGS__                                        \
     }

@@ -2,6 +2,8 @@
 #include "spill_world.h"
 
 #include <criterion/criterion.h>
+#include <errno.h>
+#include <fcntl.h>
 #include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,14 +29,29 @@ void place_free(struct place *p)
     cr_assert_eq(system(command), 0);
 }
 
+static void remember_io(struct place *p, const char *store, struct io *io)
+{
+    unsigned int i = 0;
+
+    while (p->io_name[i][0] && strcmp(p->io_name[i], store) != 0)
+        cr_assert_lt(++i, 8u);
+    snprintf(p->io_name[i], sizeof(p->io_name[i]), "%s", store);
+    p->io[i] = io;
+}
+
 static int wrap(void *arg, const char *store, struct io *io, struct io **ret_io)
 {
+    struct place *p = arg;
     struct io_fault faults[16];
-    int n = io_fault_parse(arg, faults, 16);
+    const char *text = !p->faults || (p->faulty && !strstr(store, p->faulty)) ? "" : p->faults;
+    int n = io_fault_parse(text, faults, 16);
+    int r;
 
-    (void)store;
-    cr_assert(n >= 0, "%s", (const char *)arg);
-    return io_fault_new(io, faults, (uint32_t)n, ret_io);
+    cr_assert(n >= 0, "%s", text);
+    r = io_fault_new(io, faults, (uint32_t)n, ret_io);
+    if (r == 0)
+        remember_io(p, store, *ret_io);
+    return r;
 }
 
 static void fill(const struct place *p, const char *text, char *ret, size_t n)
@@ -53,7 +70,9 @@ void place_open_faulty(struct place *p, const char *text, const char *faults)
     char filled[2048];
 
     fill(p, text, filled, sizeof(filled));
-    p->w = (struct world){.wrap_io = faults ? wrap : NULL, .wrap_arg = (void *)faults};
+    p->faults = faults;
+    memset(p->io_name, 0, sizeof(p->io_name));
+    p->w = (struct world){.wrap_io = faults ? wrap : NULL, .wrap_arg = p};
     world_open(&p->w, filled);
     p->session = world_session(&p->w, "", 1024);
     p->attach = world_attach(p->session, p->w.pool);
@@ -64,38 +83,83 @@ void place_open(struct place *p, const char *text)
     place_open_faulty(p, text, NULL);
 }
 
-void place_close(struct place *p)
+void place_check(struct place *p)
 {
     for (uint32_t i = 0; i < p->w.core->n_pools; i++)
         spill_check(p->w.core->pools[i]);
+    world_check(&p->w);
+}
+
+void place_close(struct place *p)
+{
+    place_check(p);
     world_close(&p->w);
+}
+
+void place_release(struct place *p)
+{
+    for (unsigned int i = 0; i < 8 && p->io_name[i][0]; i++)
+        io_fault_release(p->io[i]);
 }
 
 void place_turn(struct place *p)
 {
     struct pollfd f = {.fd = nvme_fd(p->w.core->nvme), .events = POLLIN};
+    int n = 1000;
 
     p->w.now_ns += 1000000;
     poll(&f, 1, 1);
     nvme_news(p->w.core->nvme);
     while (core_work(p->w.core))
-        ;
+        cr_assert(n-- > 0, "it never comes to rest");
+}
+
+void place_turns(struct place *p, int n)
+{
+    while (n--)
+        place_turn(p);
+}
+
+void place_sleep(struct place *p, int seconds)
+{
+    while (seconds--) {
+        p->w.now_ns += 999000000;
+        place_turn(p);
+    }
+}
+
+void place_settle(struct place *p)
+{
+    struct pool *pool = p->w.pool;
+    int i = 0;
+
+    while (pool->count[SHM_SLOT_IN_FLIGHT] || nvme_unwritten(p->w.core->nvme)) {
+        cr_assert_lt(i++, 20000, "%u slots in flight, %llu to write",
+                     pool->count[SHM_SLOT_IN_FLIGHT],
+                     (unsigned long long)nvme_unwritten(p->w.core->nvme));
+        place_turn(p);
+    }
 }
 
 void place_write_all(struct place *p)
 {
-    for (int i = 0; i < 100000 && nvme_unwritten(p->w.core->nvme); i++)
+    for (int i = 0; i < 20000 && nvme_unwritten(p->w.core->nvme); i++)
         place_turn(p);
     cr_assert_eq(nvme_unwritten(p->w.core->nvme), 0u);
 }
 
+void place_drop_pool(struct place *p, struct pool *pool)
+{
+    for (int i = 0; i < 20 && pool->count[SHM_SLOT_LIVE]; i++) {
+        world_sleep(&p->w, 6000); /* holds of fetches expire */
+        pool_evict(pool, pool->slots, HISTORY_EVICTED);
+    }
+    cr_assert_eq(pool->count[SHM_SLOT_LIVE], 0u);
+}
+
 void place_drop_ram(struct place *p)
 {
-    for (int i = 0; i < 3; i++) {
-        pool_evict(p->w.pool, p->w.pool->slots, HISTORY_EVICTED);
-        world_sleep(&p->w, 6000); /* holds of fetches expire */
-    }
-    cr_assert_eq(p->w.pool->count[SHM_SLOT_LIVE], 0u);
+    place_drop_pool(p, p->w.pool);
 }
 
 /* ---- objects */
@@ -125,7 +189,14 @@ static uint32_t user_of(uint64_t i, uint8_t ret[SHM_USER_BYTES])
     return i % 5 ? 0 : (uint32_t)(i % SHM_USER_BYTES + 1);
 }
 
-static int commit_parts(struct place *p, uint64_t i, const struct reservation *r)
+static uint64_t parent_of(const struct place *p, uint64_t i)
+{
+    if (p->parent)
+        return p->parent(i);
+    return i % 100 ? i - 1 : PLACE_ROOT;
+}
+
+void place_commit(struct place *p, uint64_t i, const struct reservation *r)
 {
     struct pool *pool = p->w.pool;
     uint8_t user[SHM_USER_BYTES];
@@ -140,25 +211,30 @@ static int commit_parts(struct place *p, uint64_t i, const struct reservation *r
                            .checksum = i ^ 0x1234,
                            .user_bytes = user_of(i, user),
                            .user = user};
-        int e;
 
         for (uint64_t k = 0; k < pool->part_bytes / 8; k++)
             w[k] = word_of(i, part, k);
-        e = pool_commit(pool, p->attach, &c);
-        if (e < 0)
-            return e;
+        cr_assert_eq(pool_commit(pool, p->attach, &c), 0);
     }
-    return RESERVE_NEW;
+}
+
+int place_reserve(struct place *p, uint64_t i, struct reservation *ret)
+{
+    uint64_t up = parent_of(p, i);
+    struct shm_key k = world_key(i), parent = world_key(up);
+
+    pool_reserve(p->w.pool, p->attach, &k, up == PLACE_ROOT ? NULL : &parent, p->w.space->epoch,
+                 (uint32_t)(i % 2), ret);
+    return ret->status;
 }
 
 int place_put(struct place *p, uint64_t i)
 {
-    struct shm_key k = world_key(i), parent = world_key(i - 1);
     struct reservation r;
 
-    pool_reserve(p->w.pool, p->attach, &k, i % 100 ? &parent : NULL, p->w.space->epoch,
-                 (uint32_t)(i % 2), &r);
-    return r.status == RESERVE_NEW ? commit_parts(p, i, &r) : r.status;
+    if (place_reserve(p, i, &r) == RESERVE_NEW)
+        place_commit(p, i, &r);
+    return r.status;
 }
 
 void place_put_all(struct place *p, uint64_t from, uint64_t to)
@@ -170,7 +246,8 @@ void place_put_all(struct place *p, uint64_t from, uint64_t to)
 static void check_meta(struct place *p, uint64_t i, uint32_t slot)
 {
     const struct shm_meta *m = &p->w.pool->metas->metas[slot];
-    struct shm_key parent = world_key(i - 1);
+    uint64_t up = parent_of(p, i);
+    struct shm_key parent = world_key(up);
     uint8_t user[SHM_USER_BYTES];
 
     cr_assert_eq(m->position, i * 16);
@@ -179,17 +256,23 @@ static void check_meta(struct place *p, uint64_t i, uint32_t slot)
     cr_assert_eq(m->tenant, i % 2);
     cr_assert_eq(m->user_bytes, user_of(i, user));
     cr_assert_eq(memcmp(m->user, user, m->user_bytes), 0);
-    cr_assert_eq(m->has_parent, i % 100 != 0);
+    cr_assert_eq(m->has_parent, up != PLACE_ROOT);
     if (m->has_parent)
         cr_assert_eq(memcmp(&m->parent, &parent, sizeof(parent)), 0);
 }
 
-void place_check_object(struct place *p, uint64_t i)
+bool place_pin(struct place *p, uint64_t i, struct shm_pinned *ret)
 {
     struct shm_key k = world_key(i);
+
+    return world_pin(p->attach, &k, ret);
+}
+
+void place_check_object(struct place *p, uint64_t i)
+{
     struct shm_pinned pin;
 
-    cr_assert(world_pin(p->attach, &k, &pin), "object %llu", (unsigned long long)i);
+    cr_assert(place_pin(p, i, &pin), "object %llu", (unsigned long long)i);
     cr_assert_eq(pin.bytes, bytes_of(p->w.pool, i));
     for (uint32_t part = 0; part < p->w.pool->parts; part++)
         for (uint64_t at = 0; at < pin.bytes / 8; at++)
@@ -211,23 +294,79 @@ enum shm_found place_find(struct place *p, uint64_t i)
     return (enum shm_found)state;
 }
 
+bool place_stored(struct place *p, uint64_t i)
+{
+    struct shm_key k = world_key(i);
+
+    return spill_has(p->w.pool, &k, p->w.space->epoch);
+}
+
+uint32_t place_count_stored(struct place *p, uint64_t n)
+{
+    uint32_t stored = 0;
+
+    for (uint64_t i = 0; i < n; i++)
+        stored += place_stored(p, i);
+    return stored;
+}
+
+uint32_t place_count_orphans(struct place *p, uint64_t n)
+{
+    uint32_t orphans = 0;
+
+    for (uint64_t i = 0; i < n; i++) {
+        uint64_t up = i;
+
+        while (up != PLACE_ROOT && place_stored(p, up))
+            up = parent_of(p, up);
+        orphans += up != i && up != PLACE_ROOT;
+    }
+    return orphans;
+}
+
+int place_ask_of(struct place *p, struct attach *a, uint64_t i, uint64_t tag, uint32_t deadline_ms)
+{
+    struct fetch_ask ask = {.key = world_key(i),
+                            .epoch = p->w.space->epoch,
+                            .tag = tag,
+                            .deadline_ms = deadline_ms};
+    int r = spill_fetch(a, &ask);
+
+    a->session->promised += r == 1;
+    return r;
+}
+
 int place_ask(struct place *p, uint64_t i, uint64_t tag)
 {
-    struct fetch_ask ask = {.key = world_key(i), .epoch = p->w.space->epoch, .tag = tag};
-    int r = spill_fetch(p->attach, &ask);
+    return place_ask_of(p, p->attach, i, tag, 0);
+}
 
-    p->session->promised += r == 1;
-    return r;
+static struct shm_cursor completions_of(const struct session *s)
+{
+    return (struct shm_cursor){.ring = &s->shm->completions,
+                               .entries = s->ring_entries,
+                               .mine = shm_load32(&s->shm->completions.head)};
+}
+
+bool place_has_completion(const struct session *s)
+{
+    struct shm_cursor mine = completions_of(s);
+
+    return shm_ring_waiting(&mine) > 0;
 }
 
 int place_completion(struct place *p, uint64_t *ret_tag)
 {
-    struct session *s = p->session;
-    struct shm_completion *ring = shm_completion_array(s->shm, s->ring_entries);
-    struct shm_cursor mine = {.ring = &s->shm->completions, .entries = s->ring_entries};
+    return place_completion_of(p, p->session, ret_tag);
+}
 
-    for (int i = 0; i < 100000; i++) {
-        mine.mine = shm_load32(&s->shm->completions.head);
+int place_completion_of(struct place *p, struct session *s, uint64_t *ret_tag)
+{
+    struct shm_completion *ring = shm_completion_array(s->shm, s->ring_entries);
+
+    for (int i = 0; i < 20000; i++) {
+        struct shm_cursor mine = completions_of(s);
+
         if (shm_ring_waiting(&mine) > 0) {
             struct shm_completion c = ring[shm_ring_at(&mine, mine.mine)];
 
@@ -267,4 +406,87 @@ struct store_status place_status(struct place *p, const char *name)
 
     store_status(place_store(p, name), &s);
     return s;
+}
+
+void place_await_state(struct place *p, const char *name, const char *state)
+{
+    for (int i = 0; i < 20000; i++) {
+        if (strcmp(place_status(p, name).state, state) == 0)
+            return;
+        place_turn(p);
+    }
+    cr_assert(false, "%s is %s (%s), not %s", name, place_status(p, name).state,
+              place_status(p, name).problem, state);
+}
+
+void place_act(struct place *p, const char *name, enum spill_action action, bool force)
+{
+    char why[384] = "";
+    int r = store_act(place_store(p, name), action, force, 0, why, sizeof(why));
+
+    cr_assert_eq(r, 0, "%s: %s", name, why);
+}
+
+/* ---- files */
+
+static int open_file(const struct place *p, const char *file)
+{
+    char path[128];
+    int fd;
+
+    snprintf(path, sizeof(path), "%s/%s", p->dir, file);
+    fd = open(path, O_RDWR | O_CLOEXEC);
+    cr_assert(fd >= 0, "%s", path);
+    return fd;
+}
+
+void place_read(struct place *p, const char *file, void *buf, size_t n, uint64_t offset)
+{
+    int fd = open_file(p, file);
+
+    cr_assert_eq(pread(fd, buf, n, (off_t)offset), (ssize_t)n);
+    close(fd);
+}
+
+void place_write(struct place *p, const char *file, const void *buf, size_t n, uint64_t offset)
+{
+    int fd = open_file(p, file);
+
+    cr_assert_eq(pwrite(fd, buf, n, (off_t)offset), (ssize_t)n);
+    cr_assert_eq(fsync(fd), 0);
+    close(fd);
+}
+
+void place_flip(struct place *p, const char *file, uint64_t offset)
+{
+    uint8_t byte;
+
+    place_read(p, file, &byte, 1, offset);
+    byte ^= 1;
+    place_write(p, file, &byte, 1, offset);
+}
+
+void place_super(struct place *p, const char *file, struct format_super *ret)
+{
+    uint8_t bytes[FORMAT_SUPER_BYTES];
+
+    place_read(p, file, bytes, sizeof(bytes), 0);
+    cr_assert_eq(format_super_decode(bytes, ret), 0);
+}
+
+void place_copy(struct place *p, const char *from, const char *to)
+{
+    char command[320];
+
+    snprintf(command, sizeof(command), "cp --sparse=always %s/%s %s/%s", p->dir, from, p->dir, to);
+    cr_assert_eq(system(command), 0);
+}
+
+void place_rename(struct place *p, const char *from, const char *to)
+{
+    char a[128], b[128];
+
+    snprintf(a, sizeof(a), "%s/%s", p->dir, from);
+    snprintf(b, sizeof(b), "%s/%s", p->dir, to);
+    cr_assert_eq(rename(a, b), 0);
 }

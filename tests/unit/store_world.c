@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <ftw.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sched.h>
 #include <stdlib.h>
 #include <sys/eventfd.h>
@@ -39,22 +40,52 @@ static void pause_ms(long ms)
     nanosleep(&ts, NULL);
 }
 
-/* 0, or an errno. May make *n smaller. */
-static int strike(struct fault *f, uint64_t at, size_t *n)
+static pthread_mutex_t faults_lock = PTHREAD_MUTEX_INITIALIZER;
+
+void fault_set(struct fault *f, struct fault to)
+{
+    pthread_mutex_lock(&faults_lock);
+    *f = to;
+    pthread_mutex_unlock(&faults_lock);
+}
+
+/* 0, or an errno; or it hangs. May make *n smaller. */
+static int strike_locked(struct fault *f, uint64_t at, size_t *n, bool *hang)
 {
     atomic_fetch_add(&f->calls, 1);
     if (at >= f->to || at + *n <= f->from)
         return 0;
+    if (f->hang)
+        pthread_sigmask(SIG_SETMASK, NULL, &f->blocked);
     if (atomic_fetch_add(&f->hits, 1) >= f->times && f->times > 0)
         return 0;
+    *hang = f->hang;
     if (f->cut > 0 && *n > f->cut)
         *n = f->cut;
-    if (f->hang && !atomic_load(&f->released)) {
-        pthread_sigmask(SIG_SETMASK, NULL, &f->blocked);
-        while (!atomic_load(&f->released))
-            pause_ms(1);
-    }
     return f->error;
+}
+
+static bool is_released(struct fault *f)
+{
+    bool released;
+
+    pthread_mutex_lock(&faults_lock);
+    released = atomic_load(&f->released);
+    pthread_mutex_unlock(&faults_lock);
+    return released;
+}
+
+static int strike(struct fault *f, uint64_t at, size_t *n)
+{
+    bool hang = false;
+    int error;
+
+    pthread_mutex_lock(&faults_lock);
+    error = strike_locked(f, at, n, &hang);
+    pthread_mutex_unlock(&faults_lock);
+    while (hang && !is_released(f))
+        pause_ms(1);
+    return error;
 }
 
 ssize_t __wrap_pread(int fd, void *buf, size_t n, off_t at)
@@ -103,7 +134,9 @@ static char dir[64];
 
 void store_world_init(void)
 {
-    faults = (struct faults){.read.to = 0};
+    fault_set(&faults.read, (struct fault){0});
+    fault_set(&faults.write, (struct fault){0});
+    fault_set(&faults.allocate, (struct fault){0});
     snprintf(dir, sizeof(dir), "/tmp/kvd-store-XXXXXX");
     cr_assert_not_null(mkdtemp(dir));
 }

@@ -34,6 +34,9 @@ struct faults {
 };
 extern struct faults faults;
 
+/* Also while a thread of an earlier task may still be ending. */
+void fault_set(struct fault *f, struct fault to);
+
 /* ---- files: below a directory that is removed after the test */
 
 void store_world_init(void);

@@ -395,6 +395,37 @@ Test(fetch_ring, fetches_leave_room_for_those_who_publish)
     cr_assert_eq(kvd_submit_fetch(pool, &want, 100), RING / 2);
 }
 
+static void *reserve_a_ringful(void *arg)
+{
+    struct kvd_key keys[RING];
+    struct kvd_reserve want = {.keys = keys, .n = RING};
+    struct kvd_reservation got[RING];
+
+    chain(keys, 500, RING);
+    return (void *)(intptr_t)(kvd_reserve(pool, &want, got) == RING ? arg : NULL);
+}
+
+/* The daemon answers fetches late, and cannot wait for room then. */
+Test(fetch_ring, no_more_in_flight_than_the_completion_ring_takes)
+{
+    struct kvd_key keys[RING / 2];
+    struct kvd_fetch want = {.keys = keys, .n = RING / 2};
+    struct shm_request q[RING / 2];
+    pthread_t t;
+    void *ok;
+
+    chain(keys, 0, RING / 2);
+    cr_assert_eq(kvd_submit_fetch(pool, &want, 0), RING / 2);
+    take(q, RING / 2);
+    pthread_create(&t, NULL, reserve_a_ringful, f);
+    while (shm_ring_waiting(&f->session.requests) == 0)
+        sched_yield();
+    cr_assert_eq(shm_ring_waiting(&f->session.requests), RING / 2, "posted at once");
+    set(&f->by_hand, false);
+    pthread_join(t, &ok);
+    cr_assert_eq(ok, f);
+}
+
 Test(fetch_ring, answers_come_in_any_order)
 {
     struct kvd_key keys[6];
@@ -587,39 +618,50 @@ Test(fetch_ring, the_last_ones_are_remembered)
     cr_assert_eq(cancels, 2 * RING);
 }
 
-static void *drain_ring(void *arg)
+/* Until it sleeps: the library says so before it does. */
+static void until_waiting(void)
 {
-    unsigned n = 0;
-
-    while (n < (unsigned)(uintptr_t)arg)
-        n += fake_serve(f, 1);
-    return NULL;
+    while (!atomic_load(&f->session.shm->waiting))
+        sched_yield();
 }
 
-/* Neither the daemon's taking a request nor a cancel is announced. */
+static void *take_one_silently(void *arg)
+{
+    until_waiting();
+    cr_assert_eq(fake_serve(f, 1), 1);
+    return arg;
+}
+
+/* That the daemon has taken a request is not announced. (To wait for an announcement would take longer
+ * than this test has.) */
 Test(fetch_ring, cancels_wait_for_room)
 {
-    struct kvd_key keys[2 * RING];
-    struct kvd_fetch want = {.keys = keys, .n = 1};
-    struct kvd_completion done[2 * RING];
+    struct kvd_key keys[48];
+    struct kvd_fetch want = {.n = 1};
+    struct kvd_reserve reserve = {.keys = keys, .n = 8};
+    struct kvd_completion done[RING];
     struct shm_request q[8];
     pthread_t t;
 
-    chain(keys, 0, 2 * RING);
-    for (unsigned i = 0; i < 8; i++) { /* no two of them in a row */
+    chain(keys, 0, 48);
+    for (unsigned i = 0; i < 8; i++) {
         want.keys = &keys[i];
         cr_assert_eq(kvd_submit_fetch(pool, &want, 2 * i), 1);
     }
     take(q, 8);
-    cr_assert_eq(kvd_observe(pool, keys, 2 * RING), 2 * RING);
-    pthread_create(&t, NULL, drain_ring, (void *)(uintptr_t)13); /* 6 observations, 7 cancels */
-    for (unsigned i = 0; i < 7; i++)
+    cr_assert_eq(kvd_observe(pool, keys, 48), 48); /* half of the ring: has no completions */
+    cr_assert_eq(kvd_submit_reserve(pool, &reserve, 100), 8);
+    for (unsigned i = 0; i < 7; i++) {
+        cr_assert_eq(shm_ring_waiting(&f->session.requests), RING, "it is full");
+        pthread_create(&t, NULL, take_one_silently, NULL);
         cr_assert_eq(kvd_fetch_cancel(pool, 2 * i, 1), 0, "%s", kvd_last_error(kvd));
-    pthread_join(t, NULL);
+        pthread_join(t, NULL);
+    }
+    cr_assert_eq(fake_serve(f, RING), RING);
     cr_assert_eq(seen(&f->cancels), 7);
-    for (unsigned i = 0; i < 8; i++)
-        answer(&q[i], -ECANCELED);
-    cr_assert_eq(kvd_completions(kvd, done, 2 * RING), 8);
+    for (unsigned i = 0; i < 7; i++)
+        cr_assert_eq(f->cancel[i].tag, q[i].user_data);
+    cr_assert_eq(kvd_completions(kvd, done, RING), 8);
 }
 
 /* ---- beside others */
@@ -656,13 +698,6 @@ static void end(struct call *c, int32_t status)
     check_statuses(c->statuses, 0, 2, status);
 }
 
-/* Until it sleeps: the library says so before it does. */
-static void until_waiting(void)
-{
-    while (!atomic_load(&f->session.shm->waiting))
-        sched_yield();
-}
-
 static void *reserve_one(void *arg)
 {
     struct kvd_key key;
@@ -670,7 +705,7 @@ static void *reserve_one(void *arg)
     struct kvd_reservation got;
 
     chain(&key, 500, 1);
-    return (void *)(intptr_t)(kvd_reserve(pool, &want, &got) == 1 ? 0 : -1 + 0 * (intptr_t)arg);
+    return kvd_reserve(pool, &want, &got) == 1 ? arg : NULL;
 }
 
 Test(fetch_ring, a_waiting_fetch_keeps_nobody_from_the_daemon)
@@ -680,7 +715,7 @@ Test(fetch_ring, a_waiting_fetch_keeps_nobody_from_the_daemon)
     struct shm_request q[2], reserve;
     struct shm_completion done;
     pthread_t t;
-    void *bad;
+    void *ok;
 
     begin(&c, 0, q);
     until_waiting();
@@ -689,13 +724,13 @@ Test(fetch_ring, a_waiting_fetch_keeps_nobody_from_the_daemon)
     cr_assert_eq(kvd_space_open(kvd, "model", NULL, &other), 0, "%s", kvd_last_error(kvd));
     kvd_space_close(other);
     until_waiting();
-    pthread_create(&t, NULL, reserve_one, NULL);
+    pthread_create(&t, NULL, reserve_one, f);
     take(&reserve, 1);
     until_waiting();
     fake_answer(f, &reserve, &done);
     fake_post(f, &done);
-    pthread_join(t, &bad);
-    cr_assert_eq(bad, NULL);
+    pthread_join(t, &ok);
+    cr_assert_eq(ok, f);
     for (unsigned i = 0; i < 2; i++)
         answer(&q[i], 0);
     end(&c, 0);
@@ -745,7 +780,8 @@ Test(fetch_ring, who_polls_is_woken_beside_a_waiting_fetch)
     end(&c, 0);
 }
 
-/* The socket is left to the poller, who does not come: the ring is looked at all the same. */
+/* The socket is left to the poller, who does not come: the ring is looked at all the same, and nobody
+ * keeps the daemon busy meanwhile. */
 Test(fetch_ring, a_fetch_beside_completions_that_nobody_collects)
 {
     struct kvd_key key;
@@ -761,6 +797,8 @@ Test(fetch_ring, a_fetch_beside_completions_that_nobody_collects)
     cr_assert_eq(fake_serve(f, 1), 1);
     begin(&c, 0, q);
     cr_assert_eq(poll(&p, 1, -1), 1);
+    usleep(50000);
+    cr_assert_leq(seen(&f->pings), 2);
     for (unsigned i = 0; i < 2; i++)
         answer(&q[i], 0);
     end(&c, 0);
@@ -1000,7 +1038,7 @@ static void tweak_stores(struct fake *d, Kvd__Proto__Response *r, int *fds, unsi
         r->pool_open->info->has_records = 0;
         break;
     case 2:
-        r->pool_open->info->records = 0;
+        fds[3] = fds[2]; /* pin counters */
         break;
     case 3:
         fds[3] = fds[0]; /* another kind */

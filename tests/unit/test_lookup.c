@@ -40,6 +40,7 @@ static void setup(void)
     ram = index_new(SHM_INDEX, 0x0123456789abcdef);
     nvme = index_new(SHM_NVME, 0xfedcba9876543210);
     atomic_store(&ram->epoch, EPOCH);
+    memset(known, 0, sizeof(known));
     for (unsigned i = 0; i < KEYS; i++) {
         all[i] = (struct shm_key){.hash = {3}, .group = i & 1};
         memcpy(all[i].hash + 28, &i, sizeof(i));

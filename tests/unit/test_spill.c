@@ -12,15 +12,7 @@
 
 static struct place p;
 
-#define SPILL_TEST(name)                                                                           \
-    static void name(void);                                                                        \
-    Test(spill, name)                                                                              \
-    {                                                                                              \
-        place_new(&p);                                                                             \
-        name();                                                                                    \
-        place_free(&p);                                                                            \
-    }                                                                                              \
-    static void name(void)
+#define SPILL_TEST(name) PLACE_TEST(spill, name)
 
 SPILL_TEST(what_was_evicted_comes_back_as_it_was)
 {

@@ -88,6 +88,9 @@ static void check_sector(uint32_t sector)
     struct ran r;
 
     assert_fails(&spec, STORE_OPEN, -EEXIST, "kvctl spill format");
+    spec.bytes = DEVICE_BYTES;
+    assert_fails(&spec, STORE_OPEN, -EEXIST, "kvctl spill format");
+    spec.bytes = 0;
     s = made(&spec, STORE_FORMAT);
     cr_assert_gt(s.bytes, DEVICE_BYTES - 65536);
     cr_assert_leq(s.bytes, DEVICE_BYTES);
@@ -150,6 +153,28 @@ Test(device, with_a_file_system_needs_force)
     made(&spec, STORE_FORMAT);
     spec.force = false;
     made(&spec, STORE_FORMAT); /* nothing is left of it */
+    close(loop);
+}
+
+Test(device, has_nothing_of_others_at_its_ends_once_formatted)
+{
+    int loop = loop_new(DEVICE_BYTES, 512);
+    struct store_spec spec = device_spec();
+    uint8_t *noise = malloc(MIB);
+
+    memset(noise, 0x77, MIB);
+    file_write(device, noise, MIB, 0);
+    file_write(device, noise, MIB, DEVICE_BYTES - MIB);
+    assert_fails(&spec, STORE_FORMAT, -EEXIST, "nothing was changed");
+    spec.force = true;
+    made(&spec, STORE_FORMAT);
+    file_read(device, noise, MIB, 0);
+    for (size_t i = 4096; i < MIB; i += i + 1 == 65536 ? 4097 : 1)
+        cr_assert_eq(noise[i], 0, "byte %zu", i);
+    file_read(device, noise, MIB, DEVICE_BYTES - MIB);
+    for (size_t i = 0; i < MIB; i++)
+        cr_assert_eq(noise[i], 0, "byte %zu of the last MiB", i);
+    free(noise);
     close(loop);
 }
 

@@ -504,9 +504,9 @@ Test(digest, changes_with_everything_it_covers)
 #define DIFFERS(change, undo)                                                                      \
     do {                                                                                           \
         change;                                                                                    \
-        cr_assert_neq(format_digest(&r, &s, user, pieces, 70), d, #change);                        \
+        cr_assert_neq(format_digest(&r, &s, user, pieces, 70), d, "%s", #change);                  \
         undo;                                                                                      \
-        cr_assert_eq(format_digest(&r, &s, user, pieces, 70), d, #undo);                           \
+        cr_assert_eq(format_digest(&r, &s, user, pieces, 70), d, "%s", #undo);                     \
     } while (0)
     DIFFERS(r.key.hash[31] ^= 1, r.key.hash[31] ^= 1);
     DIFFERS(r.key.group ^= 1, r.key.group ^= 1);

@@ -92,6 +92,7 @@ Test(make, a_missing_device_is_not_made_as_a_file)
 {
     struct store_spec spec = spec_of("/dev/kvd-no-such-device");
 
+    unlink(spec.path); /* what a run that failed made of it */
     assert_fails(&spec, STORE_OPEN, -ENOENT, "no such device");
     assert_fails(&spec, STORE_FORMAT, -ENOENT, "no such device");
     cr_assert_eq(access(spec.path, F_OK), -1);
@@ -106,6 +107,7 @@ static void check_full(const struct store_spec *spec)
     snprintf(says, sizeof(says), "does not fit, %llu MiB are free",
              (unsigned long long)(before.f_bavail * before.f_frsize >> 20));
     assert_fails(spec, STORE_OPEN, -ENOSPC, says);
+    cr_assert_eq(atomic_load(&faults.allocate.calls), 0, "filled for a moment");
     cr_assert_eq(access(spec->path, F_OK), -1);
     file_write(spec->path, "", 0, 0);
     assert_fails(spec, STORE_OPEN, -ENOSPC, says);
@@ -127,7 +129,7 @@ Test(make, space_that_ends_while_allocating_is_given_back)
 {
     struct store_spec spec = spec_of(path_of("s"));
 
-    faults.allocate = (struct fault){.to = UINT64_MAX, .error = ENOSPC};
+    fault_set(&faults.allocate, (struct fault){.to = UINT64_MAX, .error = ENOSPC});
     assert_fails(&spec, STORE_OPEN, -ENOSPC, "does not fit");
     cr_assert_eq(atomic_load(&faults.allocate.hits), 1);
     cr_assert_eq(access(spec.path, F_OK), -1);
@@ -140,10 +142,10 @@ Test(make, a_write_error_leaves_nothing)
 {
     struct store_spec spec = spec_of(path_of("s"));
 
-    faults.write = (struct fault){.from = 3 * MIB / 2, .to = 2 * MIB, .error = EIO};
+    fault_set(&faults.write, (struct fault){.from = 3 * MIB / 2, .to = 2 * MIB, .error = EIO});
     assert_fails(&spec, STORE_OPEN, -EIO, "writing the table");
     cr_assert_eq(access(spec.path, F_OK), -1);
-    faults.write = (struct fault){.from = 65536, .to = 65537, .error = EIO};
+    fault_set(&faults.write, (struct fault){.from = 65536, .to = 65537, .error = EIO});
     file_write(spec.path, "", 0, 0);
     assert_fails(&spec, STORE_OPEN, -EIO, "writing");
     cr_assert_eq(file_size(spec.path), 0);
@@ -173,7 +175,7 @@ Test(make, transfers_that_refuse_o_direct)
     struct ran r;
 
     made(&spec, STORE_OPEN);
-    faults.read = (struct fault){.to = UINT64_MAX, .error = EINVAL, .times = 1};
+    fault_set(&faults.read, (struct fault){.to = UINT64_MAX, .error = EINVAL, .times = 1});
     r = run_job(&spec, STORE_OPEN);
     cr_assert_eq(r.r, 0, "%s", r.why);
     cr_assert_not(r.file.direct);
@@ -190,7 +192,7 @@ Test(make, killed_before_the_superblocks_it_is_made_again)
     if (pid == 0) {
         struct store_task *t;
 
-        faults.write = (struct fault){.from = 65536, .to = 65537, .hang = true};
+        fault_set(&faults.write, (struct fault){.from = 65536, .to = 65537, .hang = true});
         faults.write.times = 0;
         store_task_open(&spec, STORE_OPEN, -1, &t);
         while (atomic_load(&faults.write.hits) < 1)
@@ -211,7 +213,7 @@ Test(make, cancelled_it_leaves_nothing)
     struct store_task *t;
     struct ran r;
 
-    faults.write = (struct fault){.from = 0, .to = 1, .hang = true};
+    fault_set(&faults.write, (struct fault){.from = 0, .to = 1, .hang = true});
     t = start(&spec, STORE_OPEN);
     while (atomic_load(&faults.write.hits) == 0)
         usleep(1000);
@@ -430,10 +432,10 @@ Test(open_store, an_unreadable_superblock_is_written_anew)
     struct store_spec spec = spec_of(path_of("s"));
 
     made(&spec, STORE_OPEN);
-    faults.read = (struct fault){.from = 0, .to = 4096, .error = EIO};
+    fault_set(&faults.read, (struct fault){.from = 0, .to = 4096, .error = EIO});
     made(&spec, STORE_OPEN);
     cr_assert_geq(atomic_load(&faults.read.hits), 1);
-    faults.read = (struct fault){.from = 0, .to = 65537, .error = EIO};
+    fault_set(&faults.read, (struct fault){.from = 0, .to = 65537, .error = EIO});
     assert_fails(&spec, STORE_OPEN, -EIO, "reading the superblocks");
 }
 
@@ -458,7 +460,7 @@ Test(open_store, a_superblock_that_cannot_be_mended_is_an_error)
 
     made(&spec, STORE_OPEN);
     file_flip(spec.path, 999);
-    faults.write = (struct fault){.to = 4096, .error = EIO};
+    fault_set(&faults.write, (struct fault){.to = 4096, .error = EIO});
     assert_fails(&spec, STORE_OPEN, -EIO, "writing a superblock");
 }
 
@@ -654,7 +656,24 @@ Test(lock, without_it_two_have_the_store)
     kill_and_reap(pid);
 }
 
-Test(lock, a_file_replaced_meanwhile_is_opened_anew)
+Test(lock, a_file_that_took_its_place_meanwhile_is_opened)
+{
+    struct store_spec spec = spec_of(path_of("s")), other = spec_of(path_of("t"));
+    struct format_super s = made(&other, STORE_OPEN);
+    pid_t pid = holder(&spec);
+    struct store_task *t = start(&spec, STORE_OPEN);
+    struct ran r;
+
+    wait_phase(t, STORE_LOCKING);
+    cr_assert_eq(rename(other.path, spec.path), 0);
+    kill_and_reap(pid);
+    r = wait_for(t);
+    cr_assert_eq(r.r, 0, "%s", r.why);
+    cr_assert_eq(memcmp(s.uuid, r.file.super.uuid, 16), 0, "that of the removed file");
+    ran_close(&r);
+}
+
+Test(lock, a_file_removed_meanwhile_is_made_anew)
 {
     struct store_spec spec = spec_of(path_of("s"));
     struct format_super s = made(&spec, STORE_OPEN);
@@ -784,8 +803,9 @@ Test(load, an_unreadable_place_costs_its_records)
     struct ran r;
 
     /* in the second MiB, across two of the pieces that it is read in */
-    faults.read = (struct fault){
-        .from = s.table + MIB + 65536 + 60000, .to = s.table + MIB + 131072 + 1, .error = EIO};
+    fault_set(&faults.read, (struct fault){.from = s.table + MIB + 65536 + 60000,
+                                           .to = s.table + MIB + 131072 + 1,
+                                           .error = EIO});
     r = run_job(&spec, STORE_OPEN);
     cr_assert_eq(r.r, 0, "%s", r.why);
     cr_assert_eq(r.n, 30000 - 1024);
@@ -800,7 +820,7 @@ Test(load, a_dead_device_is_not_read_to_the_end)
     struct store_spec spec = spec_of(path_of("s"));
     struct format_super s = big_store(&spec, 200000);
 
-    faults.read = (struct fault){.from = s.table, .to = UINT64_MAX, .error = EIO};
+    fault_set(&faults.read, (struct fault){.from = s.table, .to = UINT64_MAX, .error = EIO});
     assert_fails(&spec, STORE_OPEN, -EIO, "reading the table");
     cr_assert_leq(atomic_load(&faults.read.hits), 80);
 }
@@ -811,20 +831,20 @@ Test(load, short_reads_and_interruptions_are_repeated)
     struct ran r;
 
     big_store(&spec, 30000);
-    faults.read = (struct fault){.to = UINT64_MAX, .cut = 40960};
+    fault_set(&faults.read, (struct fault){.to = UINT64_MAX, .cut = 40960});
     r = run_job(&spec, STORE_OPEN);
     cr_assert_eq(r.n, 30000);
     check_list(&r, 0, 1);
     ran_close(&r);
-    faults.read = (struct fault){.to = UINT64_MAX, .error = EAGAIN, .times = 20};
+    fault_set(&faults.read, (struct fault){.to = UINT64_MAX, .error = EAGAIN, .times = 20});
     r = run_job(&spec, STORE_OPEN);
     cr_assert_eq(r.n, 30000);
     ran_close(&r);
-    faults.read = (struct fault){.to = UINT64_MAX, .error = EINTR, .times = 200};
+    fault_set(&faults.read, (struct fault){.to = UINT64_MAX, .error = EINTR, .times = 200});
     r = run_job(&spec, STORE_OPEN);
     cr_assert_eq(r.n, 30000);
     ran_close(&r);
-    faults.read = (struct fault){.to = UINT64_MAX, .error = EAGAIN};
+    fault_set(&faults.read, (struct fault){.to = UINT64_MAX, .error = EAGAIN});
     assert_fails(&spec, STORE_OPEN, -EAGAIN, "reading");
 }
 
@@ -878,11 +898,11 @@ Test(hang, in_the_superblock_or_the_table_hinders_nobody)
     struct store_spec spec = spec_of(path_of("s"));
 
     big_store(&spec, 30000);
-    faults.read = (struct fault){.to = 1, .hang = true};
+    fault_set(&faults.read, (struct fault){.to = 1, .hang = true});
     check_hang(&spec, &faults.read);
-    faults.read = (struct fault){.from = 2 * MIB, .to = 2 * MIB + 1, .hang = true};
+    fault_set(&faults.read, (struct fault){.from = 2 * MIB, .to = 2 * MIB + 1, .hang = true});
     check_hang(&spec, &faults.read);
-    faults.read = (struct fault){0};
+    fault_set(&faults.read, (struct fault){0});
     spec.geometry.part_bytes = 4096; /* and everything was given back: the lock, too */
     {
         struct ran r = run_job(&spec, STORE_OPEN);
@@ -900,7 +920,7 @@ Test(hang, no_event_after_the_task_was_freed)
     uint64_t n;
 
     big_store(&spec, 30000);
-    faults.read = (struct fault){.from = 2 * MIB, .to = 2 * MIB + 1, .hang = true};
+    fault_set(&faults.read, (struct fault){.from = 2 * MIB, .to = 2 * MIB + 1, .hang = true});
     cr_assert_eq(store_task_open(&spec, STORE_OPEN, fd, &t), 0);
     while (atomic_load(&faults.read.hits) == 0)
         usleep(1000);
@@ -955,6 +975,12 @@ static struct ran trim(const struct store_file *file, const uint8_t *slots)
     return r;
 }
 
+/* Runs of one and of two, gaps of one and of more. */
+static unsigned trimmed(uint32_t slot)
+{
+    return 0x0du >> slot % 7 & 1;
+}
+
 Test(trim, gives_back_free_slots_and_no_others)
 {
     struct store_spec spec = spec_of(path_of("s"));
@@ -967,7 +993,7 @@ Test(trim, gives_back_free_slots_and_no_others)
     for (uint32_t i = 0; i < r.file.super.records; i++)
         file_write(spec.path, data, 65536, format_slot_offset(&r.file.super, i));
     for (uint32_t i = 0; i < r.file.super.records; i++)
-        slots[i / 8] |= (uint8_t)((i % 7 < 3) << i % 8);
+        slots[i / 8] |= (uint8_t)(trimmed(i) << i % 8);
     slots[15] = 0xff; /* slots that do not exist */
     cr_assert_eq(fstat(r.file.fd, &before), 0);
     tr = trim(&r.file, slots);
@@ -981,7 +1007,7 @@ Test(trim, gives_back_free_slots_and_no_others)
     for (uint32_t i = 0; i < r.file.super.records; i++) {
         file_read(spec.path, data, 65536, format_slot_offset(&r.file.super, i));
         for (uint32_t k = 0; k < 65536; k++)
-            cr_assert_eq(data[k], i % 7 < 3 ? 0 : 0x77, "slot %u", i);
+            cr_assert_eq(data[k], trimmed(i) ? 0 : 0x77, "slot %u", i);
     }
     free(data);
     ran_close(&r);
@@ -995,7 +1021,7 @@ Test(trim, says_when_it_cannot)
     uint8_t slots[16];
 
     memset(slots, 0xff, sizeof(slots));
-    faults.allocate = (struct fault){.to = UINT64_MAX, .error = EOPNOTSUPP};
+    fault_set(&faults.allocate, (struct fault){.to = UINT64_MAX, .error = EOPNOTSUPP});
     tr = trim(&r.file, slots);
     cr_assert_eq(tr.r, -EOPNOTSUPP);
     cr_assert_not_null(strstr(tr.why, "cannot punch holes"), "%s", tr.why);
@@ -1016,7 +1042,7 @@ Test(trim, keeps_the_lock_until_its_end)
     uint8_t slots[16];
 
     memset(slots, 0xff, sizeof(slots));
-    faults.allocate = (struct fault){.to = UINT64_MAX, .hang = true};
+    fault_set(&faults.allocate, (struct fault){.to = UINT64_MAX, .hang = true});
     cr_assert_eq(store_task_trim(&r.file, slots, -1, &t), 0);
     while (atomic_load(&faults.allocate.hits) == 0)
         usleep(1000);

@@ -7,12 +7,14 @@
 #ifndef PLAIN_CRITERION_H
 #define PLAIN_CRITERION_H
 
+#include <setjmp.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
 struct plain_suite {
     void (*init)(void), (*fini)(void); /* by name, as Criterion's */
+    double timeout;                    /* ignored: meson has one for the program */
     const char *name;
     struct plain_suite *next;
 };
@@ -26,6 +28,7 @@ struct plain_test {
 /* Weak: a test of several files includes this several times. */
 __attribute__((weak)) struct plain_test *plain_tests;
 __attribute__((weak)) struct plain_suite *plain_suites;
+__attribute__((weak)) jmp_buf plain_skip; /* to the end of the running test */
 
 #define TestSuite(suite, ...)                                                                      \
     __attribute__((constructor)) static void suite##_suite_add(void)                               \
@@ -50,7 +53,7 @@ __attribute__((weak)) struct plain_suite *plain_suites;
 #define cr_assert_fail(...)                                                                        \
     do {                                                                                           \
         fprintf(stderr, "%s:%d: failed: ", __FILE__, __LINE__);                                    \
-        fprintf(stderr, "" __VA_ARGS__);                                                           \
+        fprintf(stderr, " " __VA_ARGS__);                                                          \
         fputc('\n', stderr);                                                                       \
         abort();                                                                                   \
     } while (0)
@@ -72,7 +75,14 @@ __attribute__((weak)) struct plain_suite *plain_suites;
 #define cr_assert_not_null(a, ...)      cr_assert((a) != NULL, ##__VA_ARGS__)
 #define cr_assert_arr_eq(a, b, n, ...)  cr_assert(memcmp((a), (b), (n)) == 0, ##__VA_ARGS__)
 #define cr_assert_arr_neq(a, b, n, ...) cr_assert(memcmp((a), (b), (n)) != 0, ##__VA_ARGS__)
+#define cr_assert_str_eq(a, b, ...)     cr_assert(strcmp((a), (b)) == 0, ##__VA_ARGS__)
 #define cr_log_info(...)                printf(__VA_ARGS__)
+#define cr_skip_test(...)                                                                          \
+    do {                                                                                           \
+        printf("skipped: " __VA_ARGS__);                                                           \
+        putchar('\n');                                                                             \
+        longjmp(plain_skip, 1);                                                                    \
+    } while (0)
 
 static inline const struct plain_suite *plain_suite_of(const struct plain_test *test)
 {
@@ -86,16 +96,17 @@ static inline const struct plain_suite *plain_suite_of(const struct plain_test *
 
 __attribute__((weak)) int main(void)
 {
-    size_t n = 0;
+    volatile size_t n = 0; /* changed between setjmp() and longjmp() */
 
-    for (struct plain_test *test = plain_tests; test; test = test->next, n++) {
-        const struct plain_suite *suite = plain_suite_of(test);
+    for (struct plain_test *volatile test = plain_tests; test; test = test->next, n++) {
+        const struct plain_suite *volatile suite = plain_suite_of(test);
 
         printf("%s::%s\n", test->suite, test->name);
         fflush(stdout);
         if (suite->init)
             suite->init();
-        test->run();
+        if (setjmp(plain_skip) == 0)
+            test->run();
         if (suite->fini)
             suite->fini();
     }
