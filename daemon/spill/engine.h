@@ -121,6 +121,7 @@ enum store_state {
 struct unresolved { /* a loaded record whose parent was not loaded yet */
     uint32_t record, use;
     uint32_t epoch;
+    bool linked; /* it must not be without */
     struct shm_key parent;
 };
 

@@ -93,6 +93,7 @@ static const uint8_t magic[8] = {'k', 'v', 'd', 's', 'p', 'i', 'l', 'l'};
 
 #define SLOT_BYTES_MAX  (4ull << 30)
 #define FLAG_HAS_PARENT 1u
+#define FLAG_LINKED     2u
 
 static void put16(uint8_t *at, uint16_t v)
 {
@@ -363,7 +364,8 @@ static void record_write(const struct format_record *r, struct wire_record *w)
     put32(w->epoch, r->epoch);
     put32(w->generation, r->generation);
     put32(w->tenant, r->tenant);
-    put16(w->flags, r->has_parent ? FLAG_HAS_PARENT : 0);
+    put16(w->flags, (uint16_t)((r->has_parent ? FLAG_HAS_PARENT : 0) |
+                               (r->has_parent && r->linked ? FLAG_LINKED : 0)));
     put16(w->user_bytes, (uint16_t)r->user_bytes);
 }
 
@@ -383,6 +385,7 @@ static void record_read(const struct wire_record *w, struct format_record *r)
     memcpy(r->parent.hash, w->parent, sizeof(w->parent));
     r->parent.group = get32(w->parent_group);
     r->has_parent = get16(w->flags) & FLAG_HAS_PARENT;
+    r->linked = get16(w->flags) & FLAG_LINKED;
     r->digest = get64(w->digest);
     r->checksum = get64(w->checksum);
     r->layout = get64(w->layout);
@@ -398,7 +401,8 @@ static bool record_holds(const struct wire_record *w, const struct format_record
                          const struct format_super *super, uint32_t number)
 {
     if (number >= super->records || r->bytes > super->geometry.part_bytes ||
-        r->user_bytes > SHM_USER_BYTES || (get16(w->flags) & ~FLAG_HAS_PARENT))
+        r->user_bytes > SHM_USER_BYTES || (get16(w->flags) & ~(FLAG_HAS_PARENT | FLAG_LINKED)) ||
+        (r->linked && !r->has_parent))
         return false;
     return r->has_parent ||
            (r->parent.group == 0 && all_zero(r->parent.hash, sizeof(r->parent.hash)));

@@ -284,7 +284,7 @@ static void remember_parent(struct store *st, uint32_t r, const struct format_re
         st->max_unresolved = max;
     }
     st->unresolved[st->n_unresolved++] = (struct unresolved){
-        .record = r, .use = m->generation, .epoch = m->epoch, .parent = m->parent};
+        .record = r, .use = m->generation, .epoch = m->epoch, .linked = m->linked, .parent = m->parent};
 }
 
 void record_prefetch(const struct store *st, const struct store_loaded *l)
@@ -328,9 +328,52 @@ void record_load(struct store *st, const struct store_loaded *l)
         link_parent(s, r, parent);
 }
 
-static void resolve(struct store *st)
+/* What is linked to a parent that is in no store cannot be reached, nor what hangs on it: it is what a record
+ * was before its slot was free and its parent's was written again. */
+enum reach {
+    REACH_UNKNOWN = 0,
+    REACH_GOOD,
+    REACH_BAD,
+};
+
+static uint32_t up_of(const struct spill *s, uint32_t r)
+{
+    uint32_t up = s->records[r].parent;
+
+    return up != NO_RECORD && s->records[up].use == s->records[r].parent_use ? up : NO_RECORD;
+}
+
+static void mark_path(const struct spill *s, uint8_t *marks, uint32_t r)
+{
+    uint32_t i, up, steps = 0;
+    uint8_t mark = REACH_GOOD;
+
+    for (i = r; i != NO_RECORD && steps <= s->n_records; i = up_of(s, i), steps++)
+        if (marks[i] != REACH_UNKNOWN) {
+            mark = marks[i];
+            break;
+        }
+    for (i = r; steps && i != NO_RECORD && marks[i] == REACH_UNKNOWN; i = up, steps--) {
+        up = up_of(s, i);
+        marks[i] = mark;
+    }
+}
+
+static void prune(struct spill *s, uint8_t *marks)
+{
+    for (uint32_t i = 0; i < s->n_records; i++)
+        if (s->records[i].state == RECORD_STORED)
+            mark_path(s, marks, i);
+    for (uint32_t i = 0; i < s->n_records; i++)
+        if (marks[i] == REACH_BAD && s->records[i].state == RECORD_STORED && !s->records[i].reads)
+            record_free(s, i);
+}
+
+/* Links what waited for its parent; marks what waits in vain. True: there is some. */
+static bool resolve(struct store *st, uint8_t *marks)
 {
     struct spill *s = st->spill;
+    bool vain = false;
 
     for (size_t i = 0; i < st->n_unresolved; i++) {
         const struct unresolved *u = &st->unresolved[i];
@@ -340,31 +383,41 @@ static void resolve(struct store *st)
         if (x->state != RECORD_STORED || x->use != u->use || x->parent != NO_RECORD)
             continue;
         parent = record_find(s, &u->parent, u->epoch);
-        if (parent != NO_RECORD && parent != u->record)
+        if (parent != NO_RECORD && parent != u->record) {
             link_parent(s, u->record, parent);
-        else
-            queue(s, u->record, now_of(s) - 2048, true);
+        } else if (u->linked && marks) {
+            marks[u->record] = REACH_BAD;
+            vain = true;
+        }
     }
+    return vain;
 }
 
-/* Parents may lie in another store of the pool, which is still being loaded. */
+/* Parents may lie in another store of the pool, which is still being loaded, or offline: then nothing is
+ * dropped. */
 static void resolve_all(struct spill *s, const struct store *loaded)
 {
-    bool more = false;
+    bool all = true, loading = false, vain = false;
+    uint8_t *marks;
 
     for (uint32_t i = 0; i < s->n_stores; i++) {
-        resolve(s->stores[i]);
-        more |= s->stores[i] != loaded && s->stores[i]->state == STORE_STARTING;
+        all &= s->stores[i] == loaded || s->stores[i]->state == STORE_ONLINE;
+        loading |= s->stores[i] != loaded && s->stores[i]->state == STORE_STARTING;
     }
-    for (uint32_t i = 0; i < s->n_stores && !more; i++) {
+    marks = all ? calloc(s->n_records, 1) : NULL;
+    for (uint32_t i = 0; i < s->n_stores; i++)
+        vain |= resolve(s->stores[i], marks);
+    if (vain)
+        prune(s, marks);
+    free(marks);
+    for (uint32_t i = 0; i < s->n_stores && !loading; i++) {
         free(s->stores[i]->unresolved);
         s->stores[i]->unresolved = NULL;
         s->stores[i]->n_unresolved = s->stores[i]->max_unresolved = 0;
     }
 }
 
-/* Old ones first, by the order in which they were written; those whose parent is not stored cannot be
- * reached, so they are the first to go. */
+/* Old ones first, by the order in which they were written. */
 void record_loaded(struct store *st)
 {
     struct spill *s = st->spill;

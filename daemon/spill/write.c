@@ -147,6 +147,21 @@ enum verdict {
     WRITE_NEVER,
 };
 
+/* A snapshot's parent may be a block, in another pool of the space: that is no dependency between records. */
+static bool is_elsewhere(const struct pool *p, const struct shm_key *key)
+{
+    const struct space *space = p->space;
+
+    for (uint32_t i = 0; i < space->n_pools; i++) {
+        struct pool *other = space->pools[i];
+
+        if (other != p &&
+            (index_find(other->index, key, space->epoch) || spill_has(other, key, space->epoch)))
+            return true;
+    }
+    return false;
+}
+
 /* What must be done about the parent of an object that is to be written. */
 static enum verdict judge(struct spill *s, uint32_t slot, uint32_t *ret_parent,
                           uint32_t *ret_record)
@@ -166,7 +181,7 @@ static enum verdict judge(struct spill *s, uint32_t slot, uint32_t *ret_parent,
     if (*ret_record != NO_RECORD)
         return WRITE_NOW;
     if (up == SLOT_NONE)
-        return WRITE_NEVER;
+        return is_elsewhere(p, &m->parent) ? WRITE_NOW : WRITE_NEVER;
     if (p->table->slots[up].state != SHM_SLOT_LIVE)
         return WRITE_LATER;
     *ret_parent = up;
@@ -234,6 +249,7 @@ static int begin(struct store *st, uint32_t slot, uint32_t parent)
     fill_meta(s->pool, slot, t);
     s->records[r].tenant = t->meta.tenant;
     if (parent != NO_RECORD) {
+        t->meta.linked = true;
         t->parent = parent;
         t->parent_use = s->records[parent].use;
     }

@@ -314,12 +314,16 @@ uint32_t place_count_orphans(struct place *p, uint64_t n)
 {
     uint32_t orphans = 0;
 
+    cr_assert_leq(n, PLACE_SEEN);
+    for (uint64_t i = 0; i < n; i++)
+        p->seen[i] |= place_stored(p, i);
     for (uint64_t i = 0; i < n; i++) {
         uint64_t up = i;
 
         while (up != PLACE_ROOT && place_stored(p, up))
             up = parent_of(p, up);
-        orphans += up != i && up != PLACE_ROOT;
+        if (up != i && up != PLACE_ROOT)
+            orphans += p->seen[up] || place_find(p, up) != SHM_FOUND_MISS;
     }
     return orphans;
 }

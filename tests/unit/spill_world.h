@@ -9,6 +9,7 @@
 #include "daemon/spill/spill.h"
 
 #define PLACE_ROOT UINT64_MAX /* no parent */
+#define PLACE_SEEN 8192u
 
 struct place {
     char dir[64]; /* of the stores */
@@ -20,6 +21,7 @@ struct place {
     const char *faulty;             /* only around the stores whose name has this; NULL: all */
     struct io *io[8];               /* wrapped ones, by store */
     char io_name[8][200];
+    bool seen[PLACE_SEEN]; /* was stored when place_count_orphans() looked */
 };
 
 /* The folder; place_free() removes it with all that is in it. */
@@ -74,7 +76,8 @@ enum shm_found place_find(struct place *p, uint64_t i);
 bool place_stored(struct place *p, uint64_t i);
 uint32_t place_count_stored(struct place *p, uint64_t n);
 
-/* Of 0 .. n - 1: stored ones that have an ancestor which is not. */
+/* Of 0 .. n - 1: stored ones that have an ancestor which is not, although it was once, or is in ram. (Of a
+ * parent that was never here nobody can tell whose it is.) */
 uint32_t place_count_orphans(struct place *p, uint64_t n);
 
 /* Fetches through the ring and waits for the status. */

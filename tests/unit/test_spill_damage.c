@@ -334,11 +334,10 @@ DAMAGE_TEST(errors_with_successes_between_them_do_not_add_up)
     struct counts c;
 
     make_store();
-    snprintf(text, sizeof(text), "%s", "");
     place_open_faulty(&p, POOL DISK,
                       "read:error=EIO:from=2M:to=1G:times=5,"
                       "read:error=EIO:from=2M:to=1G:after=5:times=5,"
-                      "read:error=EIO:from=2M:to=1G:after=5:times=5");
+                      "read:error=EIO:from=2M:to=1G:after=10:times=5");
     c = fetch_all();
     cr_assert_eq(c.lost, 15u);
     cr_assert_eq(c.right, N - 15);
@@ -399,6 +398,7 @@ DAMAGE_TEST(a_full_file_system_makes_the_store_read_only)
     p.faults = "";
     place_act(&p, NAME, SPILL_ONLINE, false);
     place_await_state(&p, NAME, "online");
+    place_sleep(&p, 6); /* holds */
     for (uint64_t i = 2000; i < 2020; i++)
         cr_assert_eq(place_put(&p, i), RESERVE_NEW);
     place_write_all(&p);
@@ -485,6 +485,8 @@ DAMAGE_TEST(superblocks_hang)
 /* Its tables are needed only for what is written or fetched; the reset comes first, so nothing is. */
 DAMAGE_TEST(a_hanging_table_is_given_up)
 {
+    uint64_t tag;
+
     make_store();
     place_open_faulty(&p, POOL DISK, at("any:hang", TABLE, ""));
     for (uint64_t i = 0; i < 10; i++)
@@ -494,6 +496,8 @@ DAMAGE_TEST(a_hanging_table_is_given_up)
         place_put(&p, i);
     place_turns(&p, 5);
     place_sleep(&p, 20);
+    for (uint64_t i = 0; i < 10; i++)
+        cr_assert_eq(place_completion(&p, &tag), -ETIMEDOUT);
     cr_assert_str_eq(place_status(&p, NAME).state, "offline");
     place_check(&p);
     place_release(&p);

@@ -126,7 +126,7 @@ static bool same_record(const struct format_record *a, const struct format_recor
 {
     return memcmp(&a->key, &b->key, sizeof(a->key)) == 0 &&
            memcmp(&a->parent, &b->parent, sizeof(a->parent)) == 0 &&
-           a->has_parent == b->has_parent && a->digest == b->digest && a->checksum == b->checksum &&
+           a->has_parent == b->has_parent && a->linked == b->linked && a->digest == b->digest && a->checksum == b->checksum &&
            a->layout == b->layout && a->position == b->position && a->bytes == b->bytes &&
            a->epoch == b->epoch && a->generation == b->generation && a->tenant == b->tenant &&
            a->user_bytes == b->user_bytes;
@@ -467,9 +467,11 @@ Test(record, without_a_parent_the_parent_is_zero)
     uint8_t bytes[FORMAT_RECORD_BYTES];
 
     r.has_parent = false;
+    r.linked = true; /* to nothing */
     format_record_encode(&r, &s, 3, bytes);
     cr_assert_eq(format_record_decode(bytes, &s, 3, &back), 0);
-    cr_assert_not(back.has_parent);
+    cr_assert_not(back.has_parent || back.linked);
+    r.linked = false;
     memset(&r.parent, 0, sizeof(r.parent));
     cr_assert(same_record(&r, &back));
 }
@@ -513,6 +515,7 @@ Test(digest, changes_with_everything_it_covers)
     DIFFERS(r.parent.hash[0] ^= 1, r.parent.hash[0] ^= 1);
     DIFFERS(r.parent.group ^= 1, r.parent.group ^= 1);
     DIFFERS(r.has_parent = false, r.has_parent = true);
+    DIFFERS(r.linked = !r.linked, r.linked = !r.linked);
     DIFFERS(r.checksum++, r.checksum--);
     DIFFERS(r.layout++, r.layout--);
     DIFFERS(r.position++, r.position--);

@@ -91,7 +91,9 @@ WRITE_TEST(a_child_whose_parent_is_given_up_is_not_written)
 WRITE_TEST(the_descendants_of_an_object_that_is_in_no_tier_are_not_written)
 {
     place_open(&p, POOL DISK);
-    for (uint64_t i = 1; i < 20; i++) /* object 0 never comes */
+    cr_assert_eq(place_put(&p, 0), RESERVE_NEW);
+    cr_assert_eq(pool_evict(p.w.pool, 1, HISTORY_EVICTED), 1u); /* before it was written */
+    for (uint64_t i = 1; i < 20; i++)
         cr_assert_eq(place_put(&p, i), RESERVE_NEW);
     place_write_all(&p);
     place_turns(&p, 5);
@@ -119,6 +121,28 @@ WRITE_TEST(parents_in_a_circle_do_no_harm)
     place_write_all(&p);
     cr_assert_eq(place_count_stored(&p, 10), 10u);
     cr_assert_not(spill_has(p.w.pool, &a, p.w.space->epoch));
+    place_close(&p);
+}
+
+/* A snapshot whose parent is a block. It needs no record of its parent's to be found again. */
+WRITE_TEST(the_child_of_an_object_in_another_pool_is_written)
+{
+    static const char two_pools[] = POOL DISK "[pool s/blocks]\nslot = 4K\nslots = 64\n";
+    struct attach *blocks;
+    struct shm_key block = world_key(0);
+    struct reservation r;
+
+    place_open(&p, two_pools);
+    blocks = world_attach(p.session, p.w.core->pools[1]);
+    cr_assert_eq(world_reserve(blocks, &block, NULL, &r), RESERVE_NEW);
+    cr_assert_eq(world_commit(blocks, r.ticket, 0), 0);
+    cr_assert_eq(place_put(&p, 1), RESERVE_NEW);
+    cr_assert_eq(place_put(&p, 2), RESERVE_NEW);
+    write_and_watch(3);
+    cr_assert_eq(place_count_stored(&p, 3), 2u);
+    place_close(&p);
+    place_open(&p, two_pools);
+    cr_assert_eq(place_count_stored(&p, 3), 2u);
     place_close(&p);
 }
 
