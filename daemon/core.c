@@ -51,6 +51,60 @@ static int make_core_segment(struct core *c)
     return 0;
 }
 
+/* ---- epochs */
+
+#define EPOCHS "epochs" /* a line "SPACE EPOCH" each */
+
+static void epochs_path(const struct core *c, const char *suffix, char *ret, size_t n)
+{
+    snprintf(ret, n, "%s/" EPOCHS "%s", c->runtime_dir, suffix);
+}
+
+static void load_epochs(struct core *c)
+{
+    char path[160], name[64];
+    unsigned int epoch;
+    FILE *f;
+
+    epochs_path(c, "", path, sizeof(path));
+    f = fopen(path, "re");
+    while (f && fscanf(f, "%63s %u", name, &epoch) == 2) {
+        struct space *s = core_space(c, name);
+
+        if (s && epoch > s->epoch)
+            s->epoch = epoch;
+    }
+    if (f)
+        fclose(f);
+}
+
+static int write_epochs(const struct core *c, const char *path)
+{
+    FILE *f = fopen(path, "we");
+    int r = 0;
+
+    if (!f)
+        return -errno;
+    for (uint32_t i = 0; i < c->n_spaces; i++)
+        if (fprintf(f, "%s %u\n", c->spaces[i].name, c->spaces[i].epoch) < 0)
+            r = -EIO;
+    return fclose(f) == 0 ? r : -errno;
+}
+
+void core_save_epochs(struct core *c)
+{
+    char path[160], fresh[160];
+    int r;
+
+    epochs_path(c, "", path, sizeof(path));
+    epochs_path(c, ".new", fresh, sizeof(fresh));
+    r = write_epochs(c, fresh);
+    if (r == 0 && rename(fresh, path) < 0)
+        r = -errno;
+    if (r < 0)
+        log_write(c->log, LOG_ERR, NULL, "cannot write %s: %s", path, strerror(-r));
+}
+
 /* ---- what the configuration asks for */
 
 struct progress {
@@ -239,6 +293,7 @@ static int core_fill(struct core *c, const struct config *config, struct progres
     c->n_spaces = config->space_count;
     for (uint32_t i = 0; i < c->n_spaces; i++)
         fill_space(c, &c->spaces[i], i, &config->spaces[i]);
+    load_epochs(c);
     for (uint32_t i = 0; i < c->n_spaces && r == 0; i++)
         r = space_first_parent(&c->spaces[i], config->spaces[i].seed);
     if (r == 0)

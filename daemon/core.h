@@ -110,4 +110,8 @@ int64_t core_next_deadline(struct core *c);
 /* Once every two seconds while sessions exist: the pools' clocks also go on without inserts. */
 void core_tick(struct core *c);
 
+/* Epochs outlive the daemon, in a file of the runtime directory: a store that was away when its space was
+ * reset, and comes back after a restart, must not bring back what the old weights have stored. */
+void core_save_epochs(struct core *c);
+
 #endif

@@ -300,6 +300,9 @@ static void on_flush(void *arg)
     uint64_t now = monotonic_ns(NULL), left = a->core->nvme ? nvme_unwritten(a->core->nvme) : 0;
 
     if (left && now < a->flush_until_ns) {
+        if (now / 1000000 - a->told_ms < 1000)
+            return;
+        a->told_ms = now / 1000000;
         sd_notifyf(0, "EXTEND_TIMEOUT_USEC=5000000\nSTATUS=Stopping: %llu objects to write",
                    (unsigned long long)left);
         return;

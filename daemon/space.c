@@ -140,6 +140,7 @@ static void unreserve_all(struct pool *p)
 void space_set_epoch(struct space *s, uint32_t epoch)
 {
     s->epoch = epoch;
+    core_save_epochs(s->core);
     for (uint32_t i = 0; i < s->n_pools; i++) {
         atomic_store(&s->pools[i]->index->epoch, epoch);
         if (s->pools[i]->nvme_index)
@@ -151,6 +152,7 @@ void space_reset(struct space *s)
 {
     s->epoch++;
     s->resets++;
+    core_save_epochs(s->core);
     for (uint32_t i = 0; i < s->n_pools; i++) {
         struct pool *p = s->pools[i];
 

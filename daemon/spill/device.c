@@ -196,7 +196,7 @@ void store_count(struct store *st, int error)
         if (++st->failures < FAILURES_MAX)
             return;
         store_failed(st, error, "look at the device (dmesg), then `kvctl spill online`",
-                   "%u errors in a row, the last: %s", st->failures, strerror(-error));
+                     "%u errors in a row, the last: %s", st->failures, strerror(-error));
     }
 }
 
@@ -512,8 +512,8 @@ void store_super_done(struct store *st, uint32_t generation, int64_t result)
     }
     st->super_copy = -1;
     store_failed(st, result < 0 ? (int)result : -EIO,
-               "the space was reset since: `kvctl spill format` before it is used again",
-               "its superblock cannot be written: %s", strerror(result < 0 ? (int)-result : EIO));
+                 "the space was reset since: `kvctl spill format` before it is used again",
+                 "its superblock cannot be written: %s", strerror(result < 0 ? (int)-result : EIO));
 }
 
 static void run_super(struct store *st)
@@ -655,8 +655,8 @@ void store_check_hang(struct store *st, uint64_t now)
         return;
     st->stats.timeouts++;
     store_failed(st, -ETIMEDOUT, "look at the device (dmesg), then `kvctl spill online`",
-               "the device has not answered for %llu s",
-               (unsigned long long)(now - oldest) / 1000000000u);
+                 "the device has not answered for %llu s",
+                 (unsigned long long)(now - oldest) / 1000000000u);
 }
 
 void store_abandon(struct store *st)

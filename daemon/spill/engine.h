@@ -29,10 +29,11 @@ struct record {
     uint32_t parent;     /* record of the parent, NO_RECORD: unknown, or not stored */
     uint32_t parent_use; /* its `use` when the link was made */
     uint32_t use; /* the generation that was written: who kept a number sees that it is another */
-    uint32_t children; /* that name this as parent, stored or on their way: it stays as long as they do
+    uint32_t
+        children;  /* that name this as parent, stored or on their way: it stays as long as they do
                         * (I2) */
-    uint32_t slot;     /* SLOT_NONE, or where the object is in ram */
-    uint32_t tick;     /* last use; while loading: unused */
+    uint32_t slot; /* SLOT_NONE, or where the object is in ram */
+    uint32_t tick; /* last use; while loading: unused */
     uint32_t tenant;
     uint8_t state;   /* enum record_state */
     uint8_t reads;   /* transfers that read it: it must not be given to another object */
@@ -54,6 +55,7 @@ enum spilled {
 struct spill_slot {
     uint8_t state; /* enum spilled */
     bool touched;  /* used since its commit */
+    bool orphan;   /* counted as one */
     uint32_t record;
     struct transfer *transfer; /* writing, reading */
 };
@@ -164,7 +166,8 @@ struct store {
     uint32_t in_io, in_write; /* pieces with the device; of them, writes */
     uint32_t busy_pieces;
     struct sectors *sectors;
-    uint32_t *erase; /* records to be erased whose sector has no room, or while the store is opened */
+    uint32_t
+        *erase; /* records to be erased whose sector has no room, or while the store is opened */
     size_t n_erase, max_erase;
     struct io_op ops[64]; /* not submitted yet */
     uint32_t n_ops;

@@ -252,10 +252,10 @@ int spill_new(struct nvme *n, struct pool *p, const struct store_config *stores,
               char *ret_why, size_t why_bytes)
 {
     struct spill *s = calloc(1, sizeof(*s));
-    int r = s ? 0 : -ENOMEM;
+    int r = 0;
 
-    if (r < 0)
-        return r;
+    if (!s)
+        return -ENOMEM;
     *s = (struct spill){.nvme = n, .pool = p, .index_segment = {.fd = -1, .reader_fd = -1}};
     p->spill = s;
     if (n_stores > sizeof(s->stores) / sizeof(s->stores[0])) {

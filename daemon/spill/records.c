@@ -283,8 +283,11 @@ static void remember_parent(struct store *st, uint32_t r, const struct format_re
         st->unresolved = more;
         st->max_unresolved = max;
     }
-    st->unresolved[st->n_unresolved++] = (struct unresolved){
-        .record = r, .use = m->generation, .epoch = m->epoch, .linked = m->linked, .parent = m->parent};
+    st->unresolved[st->n_unresolved++] = (struct unresolved){.record = r,
+                                                             .use = m->generation,
+                                                             .epoch = m->epoch,
+                                                             .linked = m->linked,
+                                                             .parent = m->parent};
 }
 
 void record_prefetch(const struct store *st, const struct store_loaded *l)

@@ -127,7 +127,7 @@ void spill_left(struct pool *p, uint32_t slot, bool forget)
         break;
     case SPILLED_QUEUED:
     case SPILLED_BLOCKED:
-        s->stats.evicted_unspilled += !forget;
+        s->stats.evicted_unspilled += !forget && !x->orphan; /* that is told already */
         dequeue(s, slot);
         break;
     case SPILLED_NO:
@@ -290,13 +290,20 @@ static struct store *choose(struct spill *s, uint32_t slot, bool *ret_ever)
         if (!is_coming(st) || st->read_only || !admits(st, &s->slots[slot]))
             continue;
         *ret_ever = true;
-        if (takes_more(st, &s->slots[slot]) &&
-            store_may_write(st, physical_bytes(p, slot))) {
+        if (takes_more(st, &s->slots[slot]) && store_may_write(st, physical_bytes(p, slot))) {
             s->next_store = (s->next_store + i + 1) % s->n_stores;
             return st;
         }
     }
     return NULL;
+}
+
+/* Counted once, however often a use makes it be considered again. */
+static void refuse_orphan(struct spill *s, uint32_t slot)
+{
+    dequeue(s, slot);
+    s->stats.orphans += !s->slots[slot].orphan;
+    s->slots[slot].orphan = true;
 }
 
 /* False: nothing more can be begun now. */
@@ -319,9 +326,8 @@ static bool begin_next(struct spill *s, uint32_t *left)
         return true;
     }
     if (v == WRITE_NEVER) {
-        dequeue(s, slot);
-        dequeue(s, first);
-        s->stats.orphans++;
+        refuse_orphan(s, slot);
+        refuse_orphan(s, first);
         return true;
     }
     s->slots[slot].touched |= s->slots[first].touched; /* it is admitted for its child's sake */
@@ -364,21 +370,25 @@ void write_adopt(struct spill *s, uint32_t r, const struct shm_key *key, uint32_
     s->records[r].slot = slot;
 }
 
+/* The table may have its record, or that of the object which had to leave for it: neither must come back. */
 static void give_up(struct transfer *t, int error)
 {
-    struct spill *s = t->store->spill;
+    struct store *st = t->store;
+    struct spill *s = st->spill;
+    uint32_t r = t->record;
 
     if (error == -ENOSPC)
-        store_failed(t->store, error, NULL, "no space is left on its file system");
+        store_failed(st, error, NULL, "no space is left on its file system");
     if (error != -ENODATA)
-        store_count(t->store, error);
+        store_count(st, error);
     else
         s->stats.orphans++;
     if (t->slot != SLOT_NONE)
         s->slots[t->slot] = (struct spill_slot){.record = NO_RECORD, .touched = true};
-    record_free(s, t->record);
+    record_free(s, r);
     s->writing--;
     transfer_free(t);
+    sector_erase(st, r);
 }
 
 void write_pieces_done(struct transfer *t)
@@ -434,12 +444,7 @@ void write_recorded(struct transfer *t, bool user, int error)
     else if (!error)
         error = -ECANCELED;
     if (error) {
-        struct store *st = t->store;
-        bool erase = t->cancelled;
-
         give_up(t, error == -EEXIST ? -ECANCELED : error);
-        if (erase)
-            sector_erase(st, r);
         if (error == -EEXIST) /* a store has come online that has it, too */
             write_adopt(s, record_find(s, &key, epoch), &key, epoch);
         return;

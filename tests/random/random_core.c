@@ -287,6 +287,8 @@ static void step(struct run *r)
 /* Everybody goes; then everything must be free. */
 static void end_world(struct run *r)
 {
+    char epochs[128];
+
     for (int i = 0; i < 64; i++)
         for (int k = 0; k < MODEL_SESSIONS; k++)
             op_end_session(r);
@@ -314,6 +316,8 @@ static void end_world(struct run *r)
     }
     run_walk(r);
     core_free(r->core);
+    snprintf(epochs, sizeof(epochs), "%s/epochs", r->dir);
+    unlink(epochs); /* outlives the daemon */
     expect(rmdir(r->dir) == 0, "%s is not empty: segments were left behind", r->dir);
 }
 

@@ -25,7 +25,7 @@ static void fill_random(struct run *r, int process, struct posted *q)
 
     *q = (struct posted){.pool = pool, .user_data = rng_next(&r->rng)};
     if (rng_once_in(&r->rng, 40))
-        q->op = (uint8_t)rng_between(&r->rng, SHM_OBSERVE + 1, 255);
+        q->op = (uint8_t)rng_between(&r->rng, SHM_CANCEL + 1, 255);
     else
         q->op = (uint8_t)rng_between(&r->rng, SHM_RESERVE, SHM_OBSERVE);
     if (rng_once_in(&r->rng, 40))

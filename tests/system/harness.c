@@ -89,16 +89,26 @@ static void become(int in, int out, int err)
     close_range(3, ~0u, 0);
 }
 
-static int wait_exit(pid_t pid)
+static void drain_notes(const struct daemon *d);
+
+/* d: the daemon whose process it is, or NULL. */
+static int wait_exit_of(pid_t pid, const struct daemon *d)
 {
     uint64_t until = clock_ms() + PATIENCE_MS;
     int status;
 
     while (waitpid(pid, &status, WNOHANG) != pid) {
         cr_assert_lt(clock_ms(), until, "process %d does not end", (int)pid);
+        if (d && !d->keep_notes)
+            drain_notes(d); /* it waits until they are taken */
         usleep(500);
     }
     return status;
+}
+
+static int wait_exit(pid_t pid)
+{
+    return wait_exit_of(pid, NULL);
 }
 
 /* ---- the folder of a daemon */
@@ -193,6 +203,8 @@ static _Noreturn void run_daemon(const struct daemon *d)
     set_environment(d);
     if (d->max_fds)
         setrlimit(RLIMIT_NOFILE, &few);
+    if (d->enter && d->enter(d))
+        _exit(125);
     execl(kvd, kvd, "-c", d->config, (char *)NULL);
     _exit(126);
 }
@@ -266,6 +278,14 @@ static bool take_note(struct daemon *d, char *text, size_t n)
     return got > 0;
 }
 
+static void drain_notes(const struct daemon *d)
+{
+    char text[2048];
+
+    while (recv(d->notify_fd, text, sizeof(text), MSG_DONTWAIT) > 0)
+        ;
+}
+
 void daemon_notified(struct daemon *d, const char *line)
 {
     uint64_t until = clock_ms() + PATIENCE_MS;
@@ -322,7 +342,7 @@ void daemon_fails(struct daemon *d, int status, const char *text)
 
 void daemon_wait_clean(struct daemon *d)
 {
-    int status = wait_exit(d->pid);
+    int status = wait_exit_of(d->pid, d);
 
     d->pid = 0;
     forget_control(d);
@@ -374,7 +394,8 @@ unsigned daemon_files(const struct daemon *d)
     unsigned n = 0;
 
     while (dir && (e = readdir(dir)))
-        n += e->d_name[0] != '.' && strcmp(e->d_name, "lock") != 0 && !strstr(e->d_name, ".sock");
+        n += e->d_name[0] != '.' && strcmp(e->d_name, "lock") != 0 &&
+             strcmp(e->d_name, "epochs") != 0 && !strstr(e->d_name, ".sock");
     if (dir)
         closedir(dir);
     return n;

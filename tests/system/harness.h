@@ -46,6 +46,7 @@ struct daemon {
     char writer[96], reader[96], admin[96]; /* its sockets */
     char notify[96];
     int notify_fd;
+    bool keep_notes;         /* the test reads what the daemon says at its end */
     struct control *control; /* ours to the admin socket; NULL until asked for */
     uint32_t epoch;          /* of space one, for tests that reset it */
 
@@ -53,6 +54,8 @@ struct daemon {
     bool own_pid_namespace; /* of which we are not a member */
     unsigned max_fds;       /* RLIMIT_NOFILE; 0: as it is */
     uint64_t watchdog_us;   /* WATCHDOG_USEC; 0: none */
+    /* In the child that becomes the daemon, at the last moment; may be NULL. Nonzero: it cannot be. */
+    int (*enter)(const struct daemon *d);
 };
 
 /* Spaces `one` and `two`, pools one/kv (64 slots of 64K), one/parts (16 slots of two parts of 16K each)

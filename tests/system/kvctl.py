@@ -1068,6 +1068,7 @@ def test_real_store_goes_and_comes():
         r = p.kvctl("spill", "format", "demo/kv/a", stdin=subprocess.DEVNULL)
         check("format does not lose objects without force", r.rc == FAILED and "--force" in r.both, r.both)
         equal("nothing is lost", p.stores()[0]["used"], 20)
+        equal("nothing is left in memory", p.kvctl("flush", "demo").rc, OK)
         equal("format", p.kvctl("spill", "format", "demo/kv/a", "--force", "--yes").rc, OK)
         equal("all are gone", (p.stores()[0]["state"], p.stores()[0]["used"]), ("online", 0))
 

@@ -119,6 +119,7 @@ static void stop_under_load(int signal)
     worker_do(&b, "churn 2 24");
     worker_tell(&c, "watch 0 96");
     cr_assert_eq(kill(d.pid, signal), 0);
+    d.keep_notes = true;
     daemon_wait_clean(&d);
     while (next_note(text, sizeof(text), false))
         said |= has_line(text, "STOPPING=1");

@@ -92,8 +92,8 @@ static int check_index(const struct check *k, const struct pool *p)
     if (used !=
         p->count[SHM_SLOT_LIVE] + p->count[SHM_SLOT_RESERVED] + p->count[SHM_SLOT_IN_FLIGHT])
         return wrong(k, "%llu entries for %u live, %u reserved and %u slots in flight",
-                     (unsigned long long)used, p->count[SHM_SLOT_LIVE],
-                     p->count[SHM_SLOT_RESERVED], p->count[SHM_SLOT_IN_FLIGHT]);
+                     (unsigned long long)used, p->count[SHM_SLOT_LIVE], p->count[SHM_SLOT_RESERVED],
+                     p->count[SHM_SLOT_IN_FLIGHT]);
     if (overflow != passed)
         return wrong(k, "overflow counters have rotted: %llu, not %llu",
                      (unsigned long long)overflow, (unsigned long long)passed);

@@ -51,8 +51,12 @@ void world_open(struct world *w, const char *text)
 
 void world_close(struct world *w)
 {
+    char epochs[96];
+
     world_check(w);
     core_free(w->core);
+    snprintf(epochs, sizeof(epochs), "%s/epochs", w->dir);
+    unlink(epochs); /* outlives the daemon, if there was a reset */
     cr_assert_eq(rmdir(w->dir), 0, "%s is not empty: segments were left behind", w->dir);
 }
 

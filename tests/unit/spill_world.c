@@ -243,6 +243,20 @@ void place_put_all(struct place *p, uint64_t from, uint64_t to)
         cr_assert_eq(place_put(p, i), RESERVE_NEW, "object %llu", (unsigned long long)i);
 }
 
+void place_open_filled(struct place *p, const char *text, uint64_t n, const char *faults)
+{
+    place_open(p, text);
+    for (uint64_t i = 0; i < n; i++) {
+        cr_assert_eq(place_put(p, i), RESERVE_NEW);
+        if (i % 16 == 15)
+            place_write_all(p);
+    }
+    place_write_all(p);
+    place_close(p);
+    place_open_faulty(p, text, faults);
+    cr_assert_eq(place_count_stored(p, n), n);
+}
+
 static void check_meta(struct place *p, uint64_t i, uint32_t slot)
 {
     const struct shm_meta *m = &p->w.pool->metas->metas[slot];
@@ -330,10 +344,8 @@ uint32_t place_count_orphans(struct place *p, uint64_t n)
 
 int place_ask_of(struct place *p, struct attach *a, uint64_t i, uint64_t tag, uint32_t deadline_ms)
 {
-    struct fetch_ask ask = {.key = world_key(i),
-                            .epoch = p->w.space->epoch,
-                            .tag = tag,
-                            .deadline_ms = deadline_ms};
+    struct fetch_ask ask = {
+        .key = world_key(i), .epoch = p->w.space->epoch, .tag = tag, .deadline_ms = deadline_ms};
     int r = spill_fetch(a, &ask);
 
     a->session->promised += r == 1;
@@ -421,6 +433,13 @@ void place_await_state(struct place *p, const char *name, const char *state)
     }
     cr_assert(false, "%s is %s (%s), not %s", name, place_status(p, name).state,
               place_status(p, name).problem, state);
+}
+
+void place_await_reset(struct place *p)
+{
+    for (int i = 0; i < 5000 && !spill_reset_done(p->w.space); i++)
+        place_turn(p);
+    cr_assert(spill_reset_done(p->w.space));
 }
 
 void place_act(struct place *p, const char *name, enum spill_action action, bool force)

@@ -34,6 +34,9 @@ void place_open(struct place *p, const char *text);
 /* The same, with `faults` (io_fault_parse()) around every store. */
 void place_open_faulty(struct place *p, const char *text, const char *faults);
 
+/* Objects 0 .. n - 1 are in the stores and not in ram; faults from now on. */
+void place_open_filled(struct place *p, const char *text, uint64_t n, const char *faults);
+
 /* The daemon goes; what it has not written is lost. Checks all invariants. */
 void place_close(struct place *p);
 
@@ -95,6 +98,9 @@ bool place_has_completion(const struct session *s);
 struct store *place_store(struct place *p, const char *name);
 struct store_status place_status(struct place *p, const char *name);
 void place_await_state(struct place *p, const char *name, const char *state);
+
+/* Turns until the stores carry the space's epoch. */
+void place_await_reset(struct place *p);
 
 /* store_act() that must succeed. */
 void place_act(struct place *p, const char *name, enum spill_action action, bool force);

@@ -196,7 +196,8 @@ DAMAGE_TEST(user_metadata_that_cannot_be_read_is_a_miss)
 
 /* ---- writing */
 
-static void write_with(const char *fault, enum region where, const char *rest, uint32_t least_stored)
+static void write_with(const char *fault, enum region where, const char *rest,
+                       uint32_t least_stored)
 {
     uint32_t stored, right = 0;
 
@@ -310,8 +311,8 @@ DAMAGE_TEST(after_errors_in_a_row_the_store_goes_offline_and_comes_back_when_tol
     cr_assert_eq(c.right, 0u);
     cr_assert_leq(c.lost, 8u);
     place_await_state(&p, NAME, "offline");
-    cr_assert(strstr(place_status(&p, NAME).problem, "errors in a row"),
-              "%s", place_status(&p, NAME).problem);
+    cr_assert(strstr(place_status(&p, NAME).problem, "errors in a row"), "%s",
+              place_status(&p, NAME).problem);
     cr_assert_eq(place_status(&p, NAME).used, 0u);
     for (uint64_t i = 0; i < N; i++)
         cr_assert_eq(place_find(&p, i), SHM_FOUND_MISS);
@@ -521,8 +522,7 @@ DAMAGE_TEST(superblocks_that_cannot_be_written_take_the_store_offline)
     p.faults = "";
     place_act(&p, NAME, SPILL_ONLINE, false);
     place_await_state(&p, NAME, "online");
-    place_turns(&p, 10);
-    cr_assert(spill_reset_done(p.w.space));
+    place_await_reset(&p);
     cr_assert_eq(place_count_stored(&p, N), 0u);
     place_close(&p);
 }
@@ -542,8 +542,7 @@ DAMAGE_TEST(a_store_goes_offline_while_its_superblocks_are_being_written)
             place_turn(&p);
         place_act(&p, NAME, SPILL_ONLINE, false);
         place_await_state(&p, NAME, "online");
-        place_turns(&p, 10);
-        cr_assert(spill_reset_done(p.w.space));
+        place_await_reset(&p);
         place_close(&p);
     }
 }

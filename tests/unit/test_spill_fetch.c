@@ -5,7 +5,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "shm/ring.h"
 #include "spill_world.h"
 
 #define SIZE "slot = 64K\nslots = 32\nlow_water = 0\nhigh_water = 0\n"
@@ -29,27 +28,12 @@ static const struct spill_stats *stats(void)
     return spill_stats(p.w.pool);
 }
 
-/* n objects that are in the store only, and faults from now on. */
-static void open_filled(const char *text, uint64_t n, const char *faults)
-{
-    place_open(&p, text);
-    for (uint64_t i = 0; i < n; i++) {
-        cr_assert_eq(place_put(&p, i), RESERVE_NEW);
-        if (i % 16 == 15)
-            place_write_all(&p);
-    }
-    place_write_all(&p);
-    place_close(&p);
-    place_open_faulty(&p, text, faults);
-    cr_assert_eq(place_count_stored(&p, n), n);
-}
-
 FETCH_TEST(each_state_of_a_key_has_its_answer)
 {
     struct fetch_ask old = {.key = world_key(0), .epoch = 77};
     struct reservation r;
 
-    open_filled(POOL, 4, "");
+    place_open_filled(&p, POOL, 4, "");
     cr_assert_eq(place_ask(&p, 999, 1), -ENOENT);
     cr_assert_eq(spill_fetch(p.attach, &old), -ESTALE);
     cr_assert_eq(place_reserve(&p, 500, &r), RESERVE_NEW);
@@ -70,7 +54,7 @@ FETCH_TEST(two_sessions_that_want_the_same_share_one_read)
     struct attach *a;
     uint64_t tag;
 
-    open_filled(POOL, 4, "read:delay=20");
+    place_open_filled(&p, POOL, 4, "read:delay=20");
     other = world_session(&p.w, "", 64);
     a = world_attach(other, p.w.pool);
     cr_assert_eq(place_ask(&p, 2, 7), 1);
@@ -92,7 +76,7 @@ FETCH_TEST(a_key_in_flight_is_pending_for_who_would_write_it)
     struct reservation r;
     uint64_t tag;
 
-    open_filled(POOL, 4, "read:hang" DATA);
+    place_open_filled(&p, POOL, 4, "read:hang" DATA);
     cr_assert_eq(place_ask(&p, 0, 7), 1);
     place_turns(&p, 3);
     cr_assert_eq(place_reserve(&p, 0, &r), RESERVE_PENDING);
@@ -112,7 +96,7 @@ FETCH_TEST(a_cancelled_read_that_waits_is_not_begun_and_one_in_flight_is_finishe
 {
     uint64_t tag, reads;
 
-    open_filled(POOL "queue_depth = 1\n", 8, "read:hang" DATA);
+    place_open_filled(&p, POOL "queue_depth = 1\n", 8, "read:hang" DATA);
     for (uint64_t i = 0; i < 8; i++)
         cr_assert_eq(place_ask(&p, i, 100 + i), 1);
     place_turns(&p, 3);
@@ -139,7 +123,7 @@ FETCH_TEST(a_cancelled_key_may_be_asked_for_again_at_once)
 {
     uint64_t tag;
 
-    open_filled(POOL, 8, "read:delay=5");
+    place_open_filled(&p, POOL, 8, "read:delay=5");
     for (int round = 0; round < 20; round++) {
         uint64_t i = (uint64_t)round % 8;
 
@@ -164,7 +148,7 @@ FETCH_TEST(past_its_deadline_a_read_is_a_miss_and_its_slot_stays_in_flight)
 {
     uint64_t tag;
 
-    open_filled(POOL, 4, "read:hang" DATA);
+    place_open_filled(&p, POOL, 4, "read:hang" DATA);
     cr_assert_eq(place_ask(&p, 0, 1), 1);
     cr_assert_eq(place_ask_of(&p, p.attach, 1, 2, 100), 1);
     place_turns(&p, 90);
@@ -192,7 +176,7 @@ FETCH_TEST(a_session_dies_while_its_reads_are_in_flight)
     struct session *other;
     struct attach *a;
 
-    open_filled(POOL, 8, "read:hang" DATA);
+    place_open_filled(&p, POOL, 8, "read:hang" DATA);
     other = world_session(&p.w, "", 64);
     a = world_attach(other, p.w.pool);
     for (uint64_t i = 0; i < 8; i++)
@@ -215,7 +199,7 @@ FETCH_TEST(a_session_dies_while_its_reads_wait)
     struct session *other;
     struct attach *a;
 
-    open_filled(POOL "queue_depth = 1\n", 8, "read:hang" DATA);
+    place_open_filled(&p, POOL "queue_depth = 1\n", 8, "read:hang" DATA);
     other = world_session(&p.w, "", 64);
     a = world_attach(other, p.w.pool);
     for (uint64_t i = 0; i < 8; i++)
@@ -264,7 +248,7 @@ FETCH_TEST(a_call_is_answered_when_the_last_of_its_keys_is)
 {
     struct waiting_call *w;
 
-    open_filled(POOL, 8, "read:delay=3,read:error=EIO:from=2M:to=1G:after=3:times=1");
+    place_open_filled(&p, POOL, 8, "read:delay=3,read:error=EIO:from=2M:to=1G:after=3:times=1");
     w = call_keys(8);
     place_turn(&p);
     cr_assert_eq(calls_done, 0);
@@ -281,7 +265,7 @@ FETCH_TEST(a_call_ends_with_its_session)
 {
     struct waiting_call *w;
 
-    open_filled(POOL, 8, "read:hang" DATA);
+    place_open_filled(&p, POOL, 8, "read:hang" DATA);
     w = call_keys(8);
     place_turns(&p, 3);
     session_end(p.session, true);
@@ -298,7 +282,7 @@ FETCH_TEST(what_was_fetched_stays_until_it_was_pinned)
 {
     struct shm_pinned pin;
 
-    open_filled(POOL, 1, "");
+    place_open_filled(&p, POOL, 1, "");
     cr_assert_eq(place_fetch(&p, 0), 0);
     place_turns(&p, 1000);
     cr_assert_eq(pool_evict(p.w.pool, 1, HISTORY_EVICTED), 0u);
@@ -315,7 +299,7 @@ FETCH_TEST(what_was_fetched_stays_until_it_was_pinned)
 
 FETCH_TEST(a_hold_expires_or_is_cancelled)
 {
-    open_filled(POOL, 2, "");
+    place_open_filled(&p, POOL, 2, "");
     cr_assert_eq(place_fetch(&p, 0), 0);
     cr_assert_eq(place_fetch(&p, 1), 0);
     cr_assert_eq(p.attach->n_held, 2u);
@@ -330,7 +314,7 @@ FETCH_TEST(a_hold_expires_or_is_cancelled)
 
 FETCH_TEST(a_resident_object_is_held_too_and_holds_are_limited)
 {
-    open_filled(POOL, 2, "");
+    place_open_filled(&p, POOL, 2, "");
     cr_assert_eq(place_fetch(&p, 1), 0);
     for (uint32_t i = 0; i < 65536; i++)
         cr_assert_eq(place_ask(&p, 1, i), 0);
@@ -350,7 +334,7 @@ FETCH_TEST(a_pool_that_is_pinned_all_over_refuses_two_workers_at_once)
     struct shm_pinned pins[32];
     struct attach *other;
 
-    open_filled(POOL, 64, "");
+    place_open_filled(&p, POOL, 64, "");
     other = world_attach(world_session(&p.w, "", 64), p.w.pool);
     for (uint64_t i = 0; i < 32; i++) {
         cr_assert_eq(place_fetch(&p, i), 0);
@@ -375,7 +359,7 @@ FETCH_TEST(two_workers_that_each_want_more_than_the_pool_has_both_come_to_an_end
     uint32_t got = 0, asked = 0;
     uint64_t tag;
 
-    open_filled(POOL, 64, "read:delay=2");
+    place_open_filled(&p, POOL, 64, "read:delay=2");
     other = world_session(&p.w, "", 64);
     a = world_attach(other, p.w.pool);
     for (uint64_t i = 0; i < 32; i++) {
@@ -402,7 +386,7 @@ static uint64_t parent_in_short_chain(uint64_t i)
 FETCH_TEST(a_store_of_many_times_the_pool_can_be_read_through_it)
 {
     p.parent = parent_in_short_chain;
-    open_filled(POOL, 300, "");
+    place_open_filled(&p, POOL, 300, "");
     for (uint64_t i = 0; i < 300; i++) {
         if (i % 16 == 0)
             place_sleep(&p, 6);
@@ -417,7 +401,7 @@ FETCH_TEST(tails_leave_first_after_promotion_too)
 {
     uint64_t tag;
 
-    open_filled(POOL, 20, "read:delay=7:after=2:times=5,read:delay=2");
+    place_open_filled(&p, POOL, 20, "read:delay=7:after=2:times=5,read:delay=2");
     for (uint64_t i = 0; i < 20; i++)
         cr_assert_eq(place_ask(&p, i, i), 1);
     for (uint64_t i = 0; i < 20; i++)
@@ -435,7 +419,8 @@ FETCH_TEST(a_quota_bounds_what_is_on_its_way)
 {
     uint64_t tag;
 
-    open_filled("[space s]\nmax_reserved = 3\n[pool s/kv]\n" SIZE DISK, 3, "read:hang" DATA);
+    place_open_filled(&p, "[space s]\nmax_reserved = 3\n[pool s/kv]\n" SIZE DISK, 3,
+                      "read:hang" DATA);
     for (uint64_t i = 0; i < 3; i++)
         cr_assert_eq(place_ask(&p, i % 2, i), i < 2 ? 1 : 1);
     cr_assert_eq(place_ask(&p, 2, 9), -EDQUOT);
@@ -453,7 +438,7 @@ FETCH_TEST(a_reset_ends_what_is_on_its_way)
 {
     uint64_t tag;
 
-    open_filled(POOL, 4, "read:hang" DATA);
+    place_open_filled(&p, POOL, 4, "read:hang" DATA);
     for (uint64_t i = 0; i < 4; i++)
         cr_assert_eq(place_ask(&p, i, i), 1);
     place_turns(&p, 3);
@@ -471,140 +456,5 @@ FETCH_TEST(a_reset_ends_what_is_on_its_way)
     cr_assert_eq(count(SHM_SLOT_LIVE), 1u);
     cr_assert_eq(place_status(&p, "s/kv/disk").used, 1u); /* all of the old ones are gone */
     place_check_object(&p, 0);
-    place_close(&p);
-}
-
-/* ---- through the ring */
-
-static void post(struct session *s, const struct shm_request *q)
-{
-    struct shm_cursor c = {.ring = &s->shm->requests,
-                           .entries = s->ring_entries,
-                           .mine = shm_load32(&s->shm->requests.tail)};
-
-    cr_assert_gt(shm_ring_room(&c), 0u);
-    s->shm->request[shm_ring_at(&c, c.mine)] = *q;
-    shm_ring_produce(&c, 1);
-}
-
-static void post_fetch(struct session *s, uint64_t i, uint64_t tag, uint8_t flags)
-{
-    struct shm_request q = {.op = SHM_FETCH,
-                            .flags = flags,
-                            .pool = p.w.pool->id,
-                            .user_data = tag,
-                            .epoch = p.w.space->epoch,
-                            .fetch = {.key = world_key(i)}};
-
-    post(s, &q);
-}
-
-static int serve_all(struct session *s)
-{
-    int n, all = 0;
-
-    while ((n = session_serve(s, 64)) > 0)
-        all += n;
-    cr_assert_eq(n, 0);
-    return all;
-}
-
-FETCH_TEST(once_a_key_of_a_batch_cannot_be_had_the_rest_is_not_tried)
-{
-    uint64_t tag;
-    int status[8] = {0};
-
-    open_filled(POOL, 8, "");
-    post_fetch(p.session, 0, 0, 0);
-    post_fetch(p.session, 1, 1, SHM_GOES_ON);
-    post_fetch(p.session, 999, 2, SHM_GOES_ON);
-    post_fetch(p.session, 3, 3, SHM_GOES_ON);
-    post_fetch(p.session, 4, 4, SHM_GOES_ON);
-    post_fetch(p.session, 5, 5, 0); /* another batch */
-    post_fetch(p.session, 6, 6, SHM_GOES_ON);
-    cr_assert_eq(serve_all(p.session), 7);
-    for (int i = 0; i < 7; i++) {
-        int r = place_completion(&p, &tag);
-
-        status[tag] = r;
-    }
-    for (int i = 0; i < 7; i++)
-        cr_assert_eq(status[i], i >= 2 && i <= 4 ? -ENOENT : 0, "%d: %d", i, status[i]);
-    cr_assert_eq(place_find(&p, 3), SHM_FOUND_NVME);
-    cr_assert_eq(place_find(&p, 6), SHM_FOUND_RAM);
-    place_close(&p);
-}
-
-FETCH_TEST(a_ring_request_cancels_a_range_of_tags)
-{
-    struct shm_request q = {.op = SHM_CANCEL, .pool = p.w.pool ? p.w.pool->id : 0};
-    uint64_t tag;
-
-    open_filled(POOL, 8, "read:hang" DATA);
-    for (uint64_t i = 0; i < 8; i++)
-        post_fetch(p.session, i, 100 + i, 0);
-    q.pool = p.w.pool->id;
-    q.cancel.user_data = 102;
-    q.cancel.n = 3;
-    post(p.session, &q);
-    cr_assert_eq(serve_all(p.session), 9);
-    for (uint64_t i = 0; i < 3; i++) {
-        cr_assert_eq(place_completion(&p, &tag), -ECANCELED);
-        cr_assert_eq(tag, 102 + i);
-    }
-    cr_assert_not(place_has_completion(p.session));
-    place_release(&p);
-    for (int i = 0; i < 5; i++) {
-        cr_assert_eq(place_completion(&p, &tag), 0);
-        cr_assert(tag < 102 || tag >= 105);
-    }
-    place_close(&p);
-}
-
-/* 16 entries: what is promised has its room, whoever else wants to answer. */
-FETCH_TEST(completions_that_were_promised_always_have_room)
-{
-    struct session *s;
-    uint64_t tag, seen = 0;
-
-    open_filled(POOL, 12, "read:hang" DATA);
-    s = world_session(&p.w, "", 16);
-    world_attach(s, p.w.pool);
-    cr_assert_eq(s->ring_entries, 16u);
-    for (uint64_t i = 0; i < 10; i++)
-        post_fetch(s, i, i, 0);
-    cr_assert_eq(serve_all(s), 10);
-    cr_assert_eq(s->promised, 10u);
-    for (uint64_t i = 10; i < 26; i++)
-        post_fetch(s, 900 + i, i, 0); /* misses, answered at once */
-    cr_assert_eq(serve_all(s), 6);
-    place_turns(&p, 3);
-    cr_assert_eq(serve_all(s), 0);
-    place_release(&p);
-    place_settle(&p);
-    cr_assert_not(s->broken);
-    cr_assert_eq(s->promised, 0u);
-    for (int i = 0; i < 26; i++) {
-        int r = place_completion_of(&p, s, &tag);
-
-        cr_assert_eq(r, tag < 10 ? 0 : -ENOENT);
-        cr_assert_not(seen >> tag & 1);
-        seen |= (uint64_t)1 << tag;
-        serve_all(s);
-    }
-    cr_assert_eq(seen, ((uint64_t)1 << 26) - 1);
-    place_close(&p);
-}
-
-FETCH_TEST(a_session_that_was_broken_is_not_written_to)
-{
-    open_filled(POOL, 4, "read:hang" DATA);
-    for (uint64_t i = 0; i < 4; i++)
-        cr_assert_eq(place_ask(&p, i, i), 1);
-    session_break(p.session, "test");
-    place_release(&p);
-    place_settle(&p);
-    cr_assert_not(place_has_completion(p.session));
-    cr_assert_eq(p.session->promised, 0u);
     place_close(&p);
 }

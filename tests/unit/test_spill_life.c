@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What happens to stores between and beside: other files, resets, removals, administrators. */
+/* What happens to stores between and beside: other files, resets, removals. */
 #include <criterion/criterion.h>
 #include <errno.h>
 #include <stdio.h>
@@ -104,8 +104,8 @@ LIFE_TEST(a_file_that_is_truncated_while_it_is_used_is_a_miss)
 
 LIFE_TEST(two_stores_that_were_swapped_are_told_apart)
 {
-    static const char two[] = "[space s]\n[pool s/kv]\n" SIZE DISK
-                              "[pool s/big]\n" SIZE "[spill s/big/disk]\npath = %s/big\nsize = 16M\n";
+    static const char two[] = "[space s]\n[pool s/kv]\n" SIZE DISK "[pool s/big]\n" SIZE
+                              "[spill s/big/disk]\npath = %s/big\nsize = 16M\n";
 
     make_store(two);
     place_rename(&p, "disk", "x");
@@ -215,9 +215,7 @@ LIFE_TEST(user_metadata_or_data_full_of_garbage_is_a_miss)
 static void reset_and_wait(void)
 {
     space_reset(p.w.space);
-    for (int i = 0; i < 5000 && !spill_reset_done(p.w.space); i++)
-        place_turn(&p);
-    cr_assert(spill_reset_done(p.w.space));
+    place_await_reset(&p);
 }
 
 LIFE_TEST(what_is_older_than_a_reset_is_never_hit_again)
@@ -310,7 +308,8 @@ LIFE_TEST(of_several_stores_the_youngest_epoch_counts)
 
 LIFE_TEST(a_store_that_was_never_used_can_be_formatted_after_a_reset)
 {
-    make_store("[space s]\n[pool s/kv]\nslot = 32K\nslots = 64\nlow_water = 0\nhigh_water = 0\n" DISK);
+    make_store(
+        "[space s]\n[pool s/kv]\nslot = 32K\nslots = 64\nlow_water = 0\nhigh_water = 0\n" DISK);
     place_open(&p, POOL DISK);
     cr_assert_str_eq(place_status(&p, NAME).state, "offline");
     reset_and_wait();
@@ -427,239 +426,4 @@ LIFE_TEST(an_object_that_is_removed_while_its_record_is_written_does_not_come_ba
         cr_assert_not(place_stored(&p, 1));
         place_close(&p);
     }
-}
-
-/* ---- administrators */
-
-static struct task_status run_task(enum spill_action action)
-{
-    place_act(&p, NAME, action, false);
-    for (int i = 0; i < 20000 && place_status(&p, NAME).task.running; i++)
-        place_turn(&p);
-    cr_assert_not(place_status(&p, NAME).task.running);
-    return place_status(&p, NAME).task;
-}
-
-static uint64_t data_of(uint64_t i)
-{
-    struct shm_key k = world_key(i);
-    struct spill_entry e;
-    struct format_super s;
-
-    cr_assert(spill_entry(p.w.pool, spill_record_of(p.w.pool, &k, p.w.space->epoch), &e));
-    place_super(&p, "disk", &s);
-    return format_slot_offset(&s, e.number);
-}
-
-LIFE_TEST(a_scrub_finds_a_flipped_bit_and_drops_that_object_only)
-{
-    struct task_status t;
-
-    make_store(POOL DISK);
-    place_open(&p, POOL DISK);
-    place_flip(&p, "disk", data_of(17) + 1234);
-    place_flip(&p, "disk", data_of(40));
-    t = run_task(SPILL_SCRUB);
-    cr_assert_eq(t.status, 0);
-    cr_assert_str_eq(t.result, "2 broken objects were dropped");
-    cr_assert_eq(place_status(&p, NAME).used, N - 2);
-    cr_assert_not(place_stored(&p, 17) || place_stored(&p, 40));
-    t = run_task(SPILL_SCRUB);
-    cr_assert_str_eq(t.result, "0 broken objects were dropped");
-    cr_assert_eq(fetch_all(), N - 2);
-    place_turns(&p, 20);
-    place_close(&p);
-    place_open(&p, POOL DISK);
-    cr_assert_eq(place_status(&p, NAME).used, N - 2);
-    place_close(&p);
-}
-
-LIFE_TEST(a_scrub_can_be_stopped_and_goes_on_beside_traffic)
-{
-    char why[384];
-
-    fill(POOL DISK);
-    place_drop_ram(&p);
-    place_act(&p, NAME, SPILL_SCRUB, false);
-    cr_assert_lt(store_act(place_store(&p, NAME), SPILL_SCRUB, false, 0, why, sizeof(why)), 0);
-    cr_assert_lt(store_act(place_store(&p, NAME), SPILL_TRIM, false, 0, why, sizeof(why)), 0);
-    place_turns(&p, 2);
-    place_act(&p, NAME, SPILL_STOP, false);
-    cr_assert_eq(place_status(&p, NAME).task.status, -ECANCELED);
-    place_act(&p, NAME, SPILL_SCRUB, false);
-    cr_assert_eq(fetch_all(), N);
-    while (place_status(&p, NAME).task.running)
-        place_turn(&p);
-    cr_assert_eq(store_act(place_store(&p, NAME), SPILL_SCRUB, false, 1 << 20, why, sizeof(why)), 0);
-    place_turns(&p, 2);
-    place_act(&p, NAME, SPILL_OFFLINE, false);
-    cr_assert_eq(place_status(&p, NAME).task.status, -ECANCELED);
-    place_settle(&p);
-    place_close(&p);
-}
-
-/* The clock goes a millisecond a turn. */
-LIFE_TEST(a_scrub_keeps_to_its_rate)
-{
-    char why[384];
-    int turns = 0;
-
-    make_store(POOL DISK);
-    place_open(&p, POOL DISK);
-    cr_assert_eq(store_act(place_store(&p, NAME), SPILL_SCRUB, false, 16 << 20, why, sizeof(why)),
-                 0);
-    for (; place_status(&p, NAME).task.running; turns++)
-        place_turn(&p);
-    cr_assert_gt(turns, 100); /* 3.3 MiB at 16 MiB/s */
-    place_close(&p);
-}
-
-LIFE_TEST(trimming_keeps_all_objects)
-{
-    struct task_status t;
-
-    make_store(POOL DISK);
-    place_open(&p, POOL DISK);
-    for (uint64_t i = 0; i < N; i += 3) {
-        struct shm_key k = world_key(i);
-
-        spill_remove(p.w.pool, &k, p.w.space->epoch);
-    }
-    t = run_task(SPILL_TRIM);
-    cr_assert(t.status == 0 || t.status == -EOPNOTSUPP, "%s", t.result);
-    cr_assert_eq(fetch_all(), N - (N + 2) / 3);
-    cr_assert_eq(place_put(&p, 999), RESERVE_NEW);
-    place_write_all(&p);
-    cr_assert(place_stored(&p, 999));
-    place_close(&p);
-}
-
-/* The configuration was made smaller: the rest of the file is left alone. */
-LIFE_TEST(a_store_may_be_larger_than_its_configuration)
-{
-    static const char small[] = POOL "[spill s/kv/disk]\npath = %s/disk\nsize = 4M\n";
-    struct task_status t;
-    uint32_t used;
-
-    make_store(POOL DISK);
-    place_open(&p, small);
-    cr_assert_str_eq(place_status(&p, NAME).state, "online", "%s", place_status(&p, NAME).problem);
-    used = place_status(&p, NAME).used;
-    cr_assert_gt(used, 10u);
-    cr_assert_lt(used, N);
-    t = run_task(SPILL_TRIM);
-    cr_assert(t.status == 0 || t.status == -EOPNOTSUPP, "%s", t.result);
-    cr_assert_eq(fetch_all(), used);
-    place_close(&p);
-    place_open(&p, POOL DISK);
-    cr_assert_eq(fetch_all(), N);
-    place_close(&p);
-}
-
-LIFE_TEST(a_sync_ends_when_everything_is_written)
-{
-    struct task_status t;
-
-    p.parent = no_parent;
-    place_open_faulty(&p, POOL DISK, "write:delay=2");
-    place_put_all(&p, 0, N);
-    t = run_task(SPILL_SYNC);
-    cr_assert_eq(t.status, 0);
-    cr_assert_eq(t.done, N);
-    cr_assert_eq(place_count_stored(&p, N), N);
-    place_close(&p);
-}
-
-LIFE_TEST(formatting_asks_for_force_when_something_would_be_lost)
-{
-    char why[384] = "";
-
-    make_store(POOL DISK);
-    place_open(&p, POOL DISK);
-    cr_assert_eq(
-        store_act(place_store(&p, NAME), SPILL_FORMAT, false, 0, why, sizeof(why)), -EEXIST);
-    cr_assert(strstr(why, "64 objects"), "%s", why);
-    cr_assert_eq(place_ask(&p, 0, 1), 1);
-    place_act(&p, NAME, SPILL_FORMAT, true);
-    place_await_state(&p, NAME, "online");
-    cr_assert_eq(place_status(&p, NAME).used, 0u);
-    cr_assert_eq(place_find(&p, 1), SHM_FOUND_MISS);
-    place_put_all(&p, 100, 110);
-    place_write_all(&p);
-    cr_assert_eq(place_status(&p, NAME).used, 10u);
-    place_close(&p);
-    place_open(&p, POOL DISK);
-    cr_assert_eq(place_status(&p, NAME).used, 10u);
-    place_close(&p);
-}
-
-LIFE_TEST(stores_come_and_go_under_traffic)
-{
-    unsigned int seed = 1;
-    uint64_t tag;
-
-    p.parent = no_parent;
-    place_open_faulty(&p, POOL DISK, "any:delay=1");
-    for (uint64_t i = 0; i < 1200; i++) {
-        place_put(&p, i);
-        place_ask(&p, i - (uint64_t)rand_r(&seed) % (i + 1), i);
-        if (i % 60 == 20)
-            place_act(&p, NAME, SPILL_OFFLINE, false);
-        if (i % 60 == 40) {
-            char why[384];
-
-            store_act(place_store(&p, NAME), SPILL_ONLINE, false, 0, why, sizeof(why));
-        }
-        if (i % 3 == 0)
-            place_turn(&p);
-        while (place_has_completion(p.session))
-            place_completion(&p, &tag);
-        if (i % 50 == 0) {
-            place_check(&p);
-            place_sleep(&p, 6);
-        }
-    }
-    place_act(&p, NAME, SPILL_ONLINE, false);
-    place_await_state(&p, NAME, "online");
-    place_settle(&p);
-    place_drop_ram(&p);
-    while (place_has_completion(p.session))
-        place_completion(&p, &tag);
-    for (uint64_t i = 0; i < 1200; i++)
-        if (place_stored(&p, i)) {
-            if (i % 32 == 0)
-                place_sleep(&p, 6);
-            if (place_fetch(&p, i) == 0)
-                place_check_object(&p, i);
-        }
-    cr_assert_gt(spill_stats(p.w.pool)->promoted, 50u);
-    place_close(&p);
-}
-
-LIFE_TEST(what_is_in_ram_is_recognised_when_its_store_comes_back)
-{
-    uint64_t written;
-
-    fill(POOL DISK);
-    place_act(&p, NAME, SPILL_OFFLINE, false);
-    place_await_state(&p, NAME, "offline");
-    place_turns(&p, 3);
-    cr_assert_eq(place_count_stored(&p, N), 0u);
-    for (uint64_t i = 0; i < N; i++)
-        place_check_object(&p, i);
-    place_act(&p, NAME, SPILL_ONLINE, false);
-    place_await_state(&p, NAME, "online");
-    cr_assert_eq(place_count_stored(&p, N), N);
-    written = place_status(&p, NAME).stats.physical_written;
-    for (uint64_t i = 0; i < N; i++) {
-        struct shm_key k = world_key(i);
-
-        pool_observe(p.w.pool, &k, p.w.space->epoch);
-    }
-    place_write_all(&p);
-    place_drop_ram(&p);
-    cr_assert_eq(place_status(&p, NAME).stats.physical_written, written);
-    cr_assert_eq(spill_stats(p.w.pool)->evicted_clean, N);
-    cr_assert_eq(fetch_all(), N);
-    place_close(&p);
 }
