@@ -337,7 +337,7 @@ int kvd_fetch_cancel(struct kvd_pool *pool, uint64_t user_data, size_t n);
 enum kvd_reserved {
     KVD_NEW = 1,         /* yours to write and commit: slot and ticket are set */
     KVD_IN_PROGRESS = 2, /* another writer has it: do not compute it for the cache */
-    KVD_PRESENT = 3,     /* already stored */
+    KVD_PRESENT = 3,     /* already stored, in ram or on nvme */
 };
 
 struct kvd_reservation {

@@ -270,6 +270,7 @@ int store_start(struct store *st, enum store_job job, bool force)
         return -EBUSY;
     while (record_drop_store(st)) /* what an opening that failed has left */
         ;
+    record_unlink_store(st);
     st->n_unresolved = st->n_erase = 0;
     pool_geometry(st->spill->pool, &spec.geometry);
     set_all_free(st, st->planned);
@@ -333,6 +334,14 @@ static int make_io(struct store *st)
     return epoll_ctl(st->nvme->epoll_fd, EPOLL_CTL_ADD, st->io->fd, &e) < 0 ? -errno : 0;
 }
 
+/* Other pools' stores may have been opened before. */
+static void younger_epoch(struct space *space, uint32_t epoch)
+{
+    space_set_epoch(space, epoch);
+    for (uint32_t i = 0; i < space->n_pools; i++)
+        spill_reset(space->pools[i]);
+}
+
 /* Which epoch counts. Before anybody has attached, the younger one of store and space, so that what was
  * stored is found again. Later the space's is fixed; a store that comes late with another one is empty, or
  * behind (then it holds nothing that counts), or nobody can tell which of the two is right. */
@@ -343,7 +352,7 @@ static int settle_epoch(struct store *st)
 
     if (!st->nvme->ready || st->was_online) {
         if (!st->nvme->ready && epoch > space->epoch)
-            space_set_epoch(space, epoch);
+            younger_epoch(space, epoch);
         return 0;
     }
     if (epoch < space->epoch || (epoch == space->epoch && !space->resets) || !st->used)

@@ -55,6 +55,7 @@ int digest_pool_new(uint32_t threads, uint32_t depth, struct digest_pool **ret_p
         .job_bytes = sizeof(struct digest_job),
         .result_bytes = sizeof(struct digest_done),
         .run = run,
+        .together = true,
     };
     struct digest_pool *pool;
     int r = guard_call(nothing, NULL, NULL, 0);
@@ -89,6 +90,11 @@ uint32_t digest_submit(struct digest_pool *pool, const struct digest_job *jobs, 
 uint32_t digest_reap(struct digest_pool *pool, struct digest_done *ret, uint32_t max)
 {
     return helpers_reap(pool->helpers, ret, max);
+}
+
+void digest_announce(struct digest_pool *pool, bool yes)
+{
+    helpers_announce(pool->helpers, yes);
 }
 
 int digest_pool_fd(const struct digest_pool *pool)

@@ -9,6 +9,7 @@
 #ifndef KVD_SPILL_DIGEST_H
 #define KVD_SPILL_DIGEST_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -36,6 +37,9 @@ void digest_pool_free(struct digest_pool *pool);
 uint32_t digest_submit(struct digest_pool *pool, const struct digest_job *jobs, uint32_t n);
 
 uint32_t digest_reap(struct digest_pool *pool, struct digest_done *ret, uint32_t max);
+
+/* Does somebody wait for digests, so that the descriptor must tell of them? At first, yes. */
+void digest_announce(struct digest_pool *pool, bool yes);
 
 /* An eventfd, readable while results wait; reaping clears it. */
 int digest_pool_fd(const struct digest_pool *pool);

@@ -103,6 +103,9 @@ uint32_t record_find(const struct spill *s, const struct shm_key *key, uint32_t 
 /* Loading: one record of the table; then, when all are in, parents and order of age. */
 void record_prefetch(const struct store *st, const struct store_loaded *l);
 void record_load(struct store *st, const struct store_loaded *l);
+
+/* Before that: links of other stores' records to this one's former ones must not come to life again. */
+void record_unlink_store(const struct store *st);
 void record_loaded(struct store *st);
 
 /* A step of dropping records of older epochs. True: there is more. */
@@ -173,7 +176,8 @@ struct store {
     uint32_t n_ops;
     struct io_done refused; /* an operation that the backend will not take: as if it had failed */
     bool has_refused;
-    uint32_t hashes;           /* pieces that wait for room in the digest pool */
+    uint32_t hashes;           /* pieces that are to go to the digest pool */
+    uint32_t awaited;          /* pieces that nothing is missing of but the digest */
     struct list reads, writes; /* transfers that have pieces to begin, in order */
     uint32_t n_transfers;
     uint64_t retry_ns; /* something is to be tried again then; 0: nothing */
@@ -215,6 +219,7 @@ struct nvme {
     uint32_t n_stores;
     struct list waiting, held; /* waiters */
     uint64_t next_check_ns, next_held_ns, next_hang_ns;
+    bool quiet;           /* the digest pool announces nothing */
     bool stopping, ready; /* ready: nvme_wait() is over, epochs are settled */
 };
 
@@ -294,6 +299,10 @@ void store_submit(struct store *st);
 
 /* The oldest operation that the device has not answered, ns; 0: there is none. */
 uint64_t store_oldest_ns(const struct store *st);
+/* Hands pieces to the digest pool, those that had no room there before as well. Last in a turn: a helper
+ * that is woken costs the core thread more than a transfer that begins, and the device must not wait. */
+void pieces_hash(struct store *st);
+
 /* Tries again what could not be done. */
 void pieces_retry(struct store *st);
 int pieces_new(struct store *st);

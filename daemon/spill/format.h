@@ -70,7 +70,8 @@ int format_compare(const struct format_geometry *store, const struct format_geom
 struct format_record {
     struct shm_key key, parent;
     bool has_parent;
-    bool linked;       /* its parent's record was there when it was written: without it, nobody gets here */
+    bool
+        linked; /* its parent's record was there when it was written: without it, nobody gets here */
     uint64_t digest;   /* format_digest() */
     uint64_t checksum; /* the writer's own */
     uint64_t layout, position;

@@ -13,6 +13,9 @@
 
 #include "daemon/spill/io_sys.h"
 
+/* With `together`: so many results are announced although others are about to come. */
+#define TOGETHER 8u
+
 struct queue {
     char *items;
     uint32_t item_bytes;
@@ -32,6 +35,7 @@ struct helpers {
     uint32_t refs;  /* threads, and the owner */
     bool waking;    /* one of the idle was signalled, and will signal the next if need be */
     bool signalled; /* event_fd is readable, or the write to it is under way */
+    bool silent;    /* nobody is to be told of results */
     bool stopped;
 
     pthread_t threads[];
@@ -84,7 +88,9 @@ static void send_wakes(struct helpers *h, struct wakes w)
 static void deliver(struct helpers *h, const void *result, struct wakes *w)
 {
     queue_push(&h->results, result);
-    w->owner = !h->signalled;
+    if (h->silent || h->signalled || (h->spec.together && h->jobs.n && h->results.n < TOGETHER))
+        return;
+    w->owner = true;
     h->signalled = true;
 }
 
@@ -206,6 +212,18 @@ uint32_t helpers_reap(struct helpers *h, void *ret_results, uint32_t max)
     pthread_mutex_unlock(&h->lock);
     h->in_flight -= n;
     return n;
+}
+
+void helpers_announce(struct helpers *h, bool yes)
+{
+    struct wakes w = {0};
+
+    pthread_mutex_lock(&h->lock);
+    h->silent = !yes;
+    w.owner = yes && h->results.n && !h->signalled;
+    h->signalled |= w.owner;
+    pthread_mutex_unlock(&h->lock);
+    send_wakes(h, w);
 }
 
 uint32_t helpers_in_flight(const struct helpers *h)

@@ -25,6 +25,7 @@ struct helpers_spec {
     void (*run)(void *arg, const void *job, void *ret_result);
     void (*end)(void *arg); /* nobody runs, or will: see helpers_free(). May be NULL */
     void *arg;
+    bool together; /* jobs take microseconds: results are announced some at a time */
     const struct io_sys *sys;
 };
 
@@ -44,6 +45,10 @@ uint32_t helpers_reap(struct helpers *h, void *ret_results, uint32_t max);
 
 /* Submitted and not reaped. */
 uint32_t helpers_in_flight(const struct helpers *h);
+
+/* Are results to be announced by the descriptor, as they are at first? Those that came meanwhile are at once
+ * when they are. */
+void helpers_announce(struct helpers *h, bool yes);
 
 /* An eventfd: readable when results wait. It may be readable once more after the last was taken. */
 int helpers_fd(const struct helpers *h);

@@ -365,14 +365,27 @@ static bool run_store(struct store *st, uint64_t now)
     if (st->retry_ns && now >= st->retry_ns) {
         st->retry_ns = 0;
         pieces_retry(st);
-    } else if (st->hashes) {
-        pieces_retry(st);
     }
     more = store_run(st);
     sectors_run(st);
     pieces_begin(st);
     store_submit(st);
+    pieces_hash(st);
     return more;
+}
+
+/* The digest of what is being written is most often there long before the device has answered, which wakes
+ * us anyway; to be woken for it as well would double what a write costs. */
+static void choose_quiet(struct nvme *n)
+{
+    bool quiet = true;
+
+    for (const struct list *i = n->stores.next; i != &n->stores && quiet; i = i->next)
+        quiet = !list_entry(i, struct store, in_nvme)->awaited;
+    if (quiet == n->quiet)
+        return;
+    n->quiet = quiet;
+    digest_announce(n->digest, !quiet);
 }
 
 static void check_hang(struct nvme *n, uint64_t now)
@@ -412,6 +425,7 @@ bool nvme_run(struct nvme *n)
     }
     for (struct list *i = n->stores.next; i != &n->stores; i = i->next)
         more |= run_store(list_entry(i, struct store, in_nvme), now);
+    choose_quiet(n);
     check_hang(n, now);
     return more || done >= TURN;
 }

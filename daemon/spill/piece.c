@@ -21,6 +21,7 @@
 #define OPS      (sizeof(((struct store *)0)->ops) / sizeof(struct io_op))
 
 #define NO_PIECE UINT32_MAX
+#define HASHES   64u /* handed to the helpers at a time */
 
 /* Beside those with the device: pieces that are being hashed. */
 #define PIECES(depth) (4 * (depth) + 16)
@@ -62,7 +63,7 @@ void pieces_free(struct store *st)
         free(st->pieces[i].bounce);
     free(st->pieces);
     st->pieces = NULL;
-    st->n_pieces = st->busy_pieces = st->in_io = st->in_write = st->hashes = 0;
+    st->n_pieces = st->busy_pieces = st->in_io = st->in_write = st->hashes = st->awaited = 0;
 }
 
 /* ---- transfers */
@@ -206,17 +207,46 @@ static bool issue(struct store *st, struct piece *p)
     return true;
 }
 
+/* It goes to the helpers after what the device gets: see pieces_hash(). */
 static void hash(struct store *st, struct piece *p)
 {
-    struct digest_job job = {
-        .cookie = cookie_make(p->generation, COOKIE_PIECE, st->id, (uint32_t)(p - st->pieces)),
-        .addr = p->buf,
-        .bytes = p->hash_bytes,
-    };
+    p->hash = p->want_hash = true;
+    st->hashes++;
+}
 
-    p->hash = true;
-    p->want_hash = digest_submit(st->nvme->digest, &job, 1) == 0;
-    st->hashes += p->want_hash;
+static uint32_t wanted_hashes(struct store *st, uint32_t *at, struct digest_job *jobs,
+                              struct piece **pieces)
+{
+    uint32_t n = 0;
+
+    for (; *at < st->n_pieces && n < HASHES; ++*at) {
+        struct piece *p = &st->pieces[*at];
+
+        if (!p->t || !p->want_hash)
+            continue;
+        pieces[n] = p;
+        jobs[n++] = (struct digest_job){
+            .cookie = cookie_make(p->generation, COOKIE_PIECE, st->id, *at),
+            .addr = p->buf,
+            .bytes = p->hash_bytes,
+        };
+    }
+    return n;
+}
+
+void pieces_hash(struct store *st)
+{
+    struct digest_job jobs[HASHES];
+    struct piece *pieces[HASHES];
+    uint32_t at = 0, n, taken = HASHES;
+
+    while (st->hashes && taken == HASHES) {
+        n = wanted_hashes(st, &at, jobs, pieces);
+        taken = digest_submit(st->nvme->digest, jobs, n);
+        for (uint32_t i = 0; i < taken; i++)
+            pieces[i]->want_hash = false;
+        st->hashes -= taken;
+    }
 }
 
 /* Both halves have ended. */
@@ -246,6 +276,7 @@ static void io_end(struct store *st, struct piece *p, int error)
         p->t->error = error;
     if (!error && p->t->kind != TRANSFER_WRITE)
         hash(st, p);
+    st->awaited += p->hash;
     end(st, p);
 }
 
@@ -292,6 +323,7 @@ void piece_hash_done(struct store *st, uint32_t index, uint32_t generation,
     if (!p || p->generation != generation || !p->t || !p->hash)
         return;
     p->hash = false;
+    st->awaited -= !p->io;
     p->t->digests[p->i] = d->digest;
     if (d->status < 0 && !p->t->error)
         p->t->error = d->status;
@@ -376,7 +408,7 @@ void pieces_begin(struct store *st)
     begin_from(st, &st->writes, true, list_empty(&st->reads) ? st->depth : some);
 }
 
-/* Pieces that wait for another try, or for room in the digest pool. */
+/* Pieces that wait for another try. */
 void pieces_retry(struct store *st)
 {
     for (uint32_t i = 0; st->pieces && i < st->n_pieces; i++) {
@@ -386,10 +418,6 @@ void pieces_retry(struct store *st)
             continue;
         if (p->io && !p->issued && !issue(st, p))
             st->retry_ns = nvme_now(st->nvme) + RETRY_NS;
-        if (p->want_hash) {
-            st->hashes--;
-            hash(st, p);
-        }
     }
 }
 

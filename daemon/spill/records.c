@@ -272,6 +272,16 @@ int record_store(struct spill *s, uint32_t r, const struct format_record *m)
 
 /* ---- loading */
 
+/* Records come back with the generation that they had, but nobody has counted their children. */
+void record_unlink_store(const struct store *st)
+{
+    struct spill *s = st->spill;
+
+    for (uint32_t i = 0; i < s->n_records && s->n_stores > 1; i++)
+        if (s->records[i].parent != NO_RECORD && s->records[i].parent - st->base < st->planned)
+            s->records[i].parent = NO_RECORD;
+}
+
 static void remember_parent(struct store *st, uint32_t r, const struct format_record *m)
 {
     if (st->n_unresolved == st->max_unresolved) {
@@ -320,7 +330,7 @@ void record_load(struct store *st, const struct store_loaded *l)
     set_free(st, l->number, false);
     if (s->pool->count[SHM_SLOT_LIVE])
         write_adopt(s, r, &m->key, m->epoch);
-    if ((int32_t)(m->generation - s->generation) > 0)
+    if (!s->generation || (int32_t)(m->generation - s->generation) > 0)
         s->generation = m->generation;
     if (!m->has_parent)
         return;

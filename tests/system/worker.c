@@ -501,6 +501,85 @@ static void do_lookup(char **arg)
     fflush(stdout);
 }
 
+/* ---- bringing back from a store: arguments FIRST N ["chain"] ["deadline=MS"] */
+
+static struct kvd_fetch fetch_of(char **arg, struct kvd_key *keys)
+{
+    const char *deadline = value(arg, "deadline");
+    size_t n = number(arg[1]);
+
+    for (size_t i = 0; i < n; i++)
+        keys[i] = object_key(number(arg[0]) + i);
+    return (struct kvd_fetch){.keys = keys,
+                              .n = n,
+                              .chain = has(arg, "chain"),
+                              .deadline_ms = (uint32_t)number(deadline)};
+}
+
+static void say_numbers(long long n, const int32_t *status, size_t count)
+{
+    printf("ok %lld", n);
+    for (size_t i = 0; i < count; i++)
+        printf(" %d", status[i]);
+    putchar('\n');
+    fflush(stdout);
+}
+
+static void do_fetch(char **arg)
+{
+    static struct kvd_key keys[ITEMS_MAX];
+    static int32_t status[ITEMS_MAX];
+    struct kvd_fetch q = fetch_of(arg, keys);
+    ssize_t r =
+        kvd->flags & KVD_NO_SHM ? kvd_remote_fetch(pool, &q, status) : kvd_fetch(pool, &q, status);
+
+    if (r < 0)
+        say(r);
+    else
+        say_numbers(r, status, q.n);
+}
+
+/* Its tags are the objects' numbers. */
+static void do_submit_fetch(char **arg)
+{
+    static struct kvd_key keys[ITEMS_MAX];
+    struct kvd_fetch q = fetch_of(arg, keys);
+
+    say(kvd_submit_fetch(pool, &q, number(arg[0])));
+}
+
+static void do_cancel(char **arg)
+{
+    say(kvd_fetch_cancel(pool, number(arg[0]), number(arg[1])));
+}
+
+/* Waits for the completions of objects FIRST .. FIRST + N - 1: their statuses, in the order of numbers. */
+static void do_completions(char **arg)
+{
+    static int32_t status[ITEMS_MAX];
+    uint64_t first = number(arg[0]);
+    size_t n = number(arg[1]), have = 0;
+    long long resident = 0;
+
+    for (int tries = 0; have < n && tries < 60000; tries++) {
+        struct kvd_completion c[64];
+        ssize_t got = kvd_completions(kvd, c, 64);
+
+        for (ssize_t i = 0; i < got; i++)
+            if (c[i].user_data - first < n) {
+                status[c[i].user_data - first] = c[i].status;
+                resident += c[i].status == 0;
+                have++;
+            }
+        if (got <= 0)
+            usleep(1000);
+    }
+    if (have < n)
+        say_error(-ETIME, "%zu of %zu completions", have, n);
+    else
+        say_numbers(resident, status, n);
+}
+
 static void do_slot(char **arg)
 {
     size_t i = number(arg[0]);
@@ -747,6 +826,36 @@ static void do_watch(char **arg)
         say_ok("%llu of %llu", (unsigned long long)hits, (unsigned long long)rounds);
 }
 
+/* Publishes chains of eight, fetches, pins, checks and releases at random, whatever the daemon answers: it
+ * may die meanwhile. Only a wrong byte ends it. */
+static void do_spill_churn(char **arg)
+{
+    static struct held h[8];
+    static struct kvd_key keys[8];
+    static int32_t status[8];
+    uint64_t seed = number(arg[0]), chains = number(arg[1]), pins = 0;
+    const char *w = NULL;
+
+    say_ok("on it");
+    while (!w && !line_waits()) {
+        uint64_t x = seed = object_mix(seed + 1), first = x % chains * 8;
+        struct kvd_fetch q = {.keys = keys, .n = 8, .deadline_ms = 500};
+
+        for (size_t i = 0; i < 8; i++)
+            keys[i] = object_key(first + i);
+        if (kvd_fetch(pool, &q, status) < 8)
+            publish(first, 8, chained, h);
+        if (pin(first, 8, true) > 0)
+            pins++;
+        w = check_all();
+        kvd_pinset_release(pinset);
+    }
+    if (w)
+        say_error(-EBADMSG, "%s", w);
+    else
+        say_ok("%llu", (unsigned long long)pins);
+}
+
 /* ---- commands */
 
 struct command {
@@ -776,6 +885,11 @@ static const struct command commands[] = {
     {"check", do_check},
     {"release", do_release},
     {"lookup", do_lookup},
+    {"fetch", do_fetch},
+    {"submit-fetch", do_submit_fetch},
+    {"cancel", do_cancel},
+    {"completions", do_completions},
+    {"spill-churn", do_spill_churn},
     {"slot", do_slot},
     {"get", do_remote_get},
     {"put", do_remote_put},

@@ -99,7 +99,8 @@ void place_close(struct place *p)
 void place_release(struct place *p)
 {
     for (unsigned int i = 0; i < 8 && p->io_name[i][0]; i++)
-        io_fault_release(p->io[i]);
+        if (place_status(p, p->io_name[i]).io) /* else it was closed */
+            io_fault_release(p->io[i]);
 }
 
 void place_turn(struct place *p)
@@ -120,11 +121,23 @@ void place_turns(struct place *p, int n)
         place_turn(p);
 }
 
+static bool is_busy(const struct place *p)
+{
+    struct store_status s = {0};
+
+    for (uint32_t i = 0; i < nvme_stores(p->w.core->nvme) && !s.reading && !s.writing; i++)
+        store_status(nvme_store(p->w.core->nvme, i), &s);
+    return s.reading || s.writing;
+}
+
 void place_sleep(struct place *p, int seconds)
 {
     while (seconds--) {
         p->w.now_ns += 999000000;
         place_turn(p);
+        /* The devices' time is real: they must not seem to hang. */
+        for (int i = 0; i < 5 && is_busy(p); i++)
+            place_turn(p);
     }
 }
 

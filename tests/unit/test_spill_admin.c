@@ -257,6 +257,70 @@ ADMIN_TEST(stores_come_and_go_under_traffic)
     place_close(&p);
 }
 
+ADMIN_TEST(children_in_another_store_do_no_harm_when_their_parents_come_back)
+{
+    place_open(&p, POOL DISK "[spill s/kv/other]\npath = %s/other\nsize = 16M\n");
+    place_put_all(&p, 0, 40); /* a chain: now here, now there */
+    place_write_all(&p);
+    place_drop_ram(&p);
+    for (int round = 0; round < 2; round++) {
+        const char *name = round ? "s/kv/other" : NAME;
+
+        cr_assert_gt(place_status(&p, name).used, 5u);
+        place_act(&p, name, SPILL_OFFLINE, false);
+        place_turns(&p, 3);
+        place_act(&p, name, SPILL_ONLINE, false);
+        place_await_state(&p, name, "online");
+        place_check(&p);
+    }
+    for (uint64_t i = 40; i-- > 0;) { /* from the tail */
+        struct shm_key k = world_key(i);
+
+        spill_remove(p.w.pool, &k, p.w.space->epoch);
+        spill_check(p.w.pool);
+    }
+    place_turns(&p, 10);
+    place_close(&p);
+}
+
+/* The younger copy is loaded while the older one is being read. */
+ADMIN_TEST(an_object_that_two_stores_have_is_read_from_one_while_the_other_is_loaded)
+{
+    struct shm_key k = world_key(0);
+    uint64_t tag;
+
+    p.parent = no_parent;
+    p.faulty = "disk";
+    place_open_faulty(&p, POOL DISK "[spill s/kv/other]\npath = %s/other\nsize = 16M\n",
+                      "read:hang:from=2M:to=1G");
+    place_act(&p, "s/kv/other", SPILL_OFFLINE, false);
+    place_await_state(&p, "s/kv/other", "offline");
+    cr_assert_eq(place_put(&p, 0), RESERVE_NEW);
+    place_write_all(&p);
+    cr_assert_eq(place_status(&p, NAME).used, 1u);
+    place_act(&p, NAME, SPILL_OFFLINE, false);
+    place_act(&p, "s/kv/other", SPILL_ONLINE, false);
+    place_await_state(&p, "s/kv/other", "online");
+    place_turns(&p, 5);
+    pool_observe(p.w.pool, &k, p.w.space->epoch);
+    place_write_all(&p);
+    cr_assert_eq(place_status(&p, "s/kv/other").used, 1u);
+    place_act(&p, "s/kv/other", SPILL_OFFLINE, false);
+    place_turns(&p, 5);
+    place_act(&p, NAME, SPILL_ONLINE, false);
+    place_await_state(&p, NAME, "online");
+    place_drop_ram(&p);
+    cr_assert_eq(place_ask(&p, 0, 1), 1);
+    place_turns(&p, 3);
+    place_act(&p, "s/kv/other", SPILL_ONLINE, false);
+    place_await_state(&p, "s/kv/other", "online");
+    place_check(&p);
+    place_release(&p);
+    cr_assert_eq(place_completion(&p, &tag), 0);
+    place_check_object(&p, 0);
+    place_close(&p);
+}
+
 ADMIN_TEST(what_is_in_ram_is_recognised_when_its_store_comes_back)
 {
     uint64_t written;

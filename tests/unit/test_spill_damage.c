@@ -299,6 +299,34 @@ DAMAGE_TEST(operations_that_the_backend_will_never_take_fail)
     write_with("write:refused=EBADF", DATA, ":times=4", N - 4);
 }
 
+DAMAGE_TEST(a_backend_that_takes_nothing_any_more_takes_its_store_offline)
+{
+    static const char *const faults[] = {"any:refused=EBADF", "any:refused=EAGAIN"};
+
+    for (unsigned int i = 0; i < 2; i++) {
+        make_store();
+        place_open_faulty(&p, POOL DISK, faults[i]);
+        for (uint64_t k = 0; k < 10; k++)
+            cr_assert_eq(place_ask(&p, k, k), 1);
+        for (uint64_t k = 1000; k < 1020; k++)
+            cr_assert_eq(place_put(&p, k), RESERVE_NEW);
+        place_turns(&p, 50);
+        place_sleep(&p, 15);
+        for (int n = 0; n < 1000 && place_status(&p, NAME).io; n++)
+            place_turn(&p);
+        cr_assert_str_eq(place_status(&p, NAME).state, "offline");
+        cr_assert_not(place_status(&p, NAME).io); /* and it is closed: nothing is with the device */
+        place_settle(&p);
+        p.faults = "";
+        place_act(&p, NAME, SPILL_ONLINE, false);
+        place_await_state(&p, NAME, "online");
+        cr_assert_geq(place_count_stored(&p, N), N - 10);
+        place_close(&p);
+        place_free(&p);
+        place_new(&p);
+    }
+}
+
 /* ---- the store gives up, ram does not */
 
 DAMAGE_TEST(after_errors_in_a_row_the_store_goes_offline_and_comes_back_when_told_to)

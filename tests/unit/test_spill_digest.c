@@ -153,6 +153,52 @@ Test(digest, no_more_than_depth_are_taken)
     digest_pool_free(NULL);
 }
 
+Test(digest, are_announced_only_while_somebody_waits_for_them)
+{
+    struct digest_pool *pool = new_pool(2, 4);
+    const struct digest_job job = {7, "abc", 3};
+    struct digest_done done;
+
+    for (int round = 0; round < 300; round++) {
+        digest_announce(pool, false);
+        cr_assert_eq(digest_submit(pool, &job, 1), 1u);
+        for (int i = 0; i < round % 100; i++) {
+            sched_yield();
+            cr_assert_not(readable(digest_pool_fd(pool)));
+        }
+        digest_announce(pool, true); /* it has come meanwhile, or is to come */
+        await(digest_pool_fd(pool));
+        cr_assert_eq(digest_reap(pool, &done, 1), 1u);
+        cr_assert_eq(done.cookie, 7u);
+    }
+    digest_announce(pool, false); /* whoever looks finds them all the same */
+    cr_assert_eq(digest_submit(pool, &job, 1), 1u);
+    while (digest_reap(pool, &done, 1) == 0)
+        sched_yield();
+    digest_pool_free(pool);
+}
+
+Test(digest, are_announced_some_at_a_time_while_more_are_to_come)
+{
+    struct digest_pool *pool = new_pool(1, 64);
+    char *bytes = filled(1 << 20); /* long enough for us to be there before the next one is done */
+    struct digest_job jobs[64];
+    struct digest_done done[64];
+    unsigned before = atomic_load(&events);
+    uint32_t n = 0;
+
+    for (uint32_t i = 0; i < 64; i++)
+        jobs[i] = (struct digest_job){i, bytes, 1 << 20};
+    cr_assert_eq(digest_submit(pool, jobs, 64), 64u);
+    while (n < 64) {
+        await(digest_pool_fd(pool));
+        n += digest_reap(pool, done, 64);
+    }
+    cr_assert_leq(atomic_load(&events) - before, 64u / 8 + 1);
+    digest_pool_free(pool);
+    free(bytes);
+}
+
 /* ThreadSanitizer runs signal handlers with all signals blocked, and the guard's jump out of one leaves
  * it so: the second fault is deadly there. */
 #ifndef PLAIN_CRITERION_H

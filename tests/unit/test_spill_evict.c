@@ -93,8 +93,9 @@ EVICT_TEST(what_is_in_ram_as_well_is_passed_over)
     }
     for (uint64_t i = 0; i < 32; i++)
         cr_assert(place_stored(&p, 100 * i));
-    cr_assert_gt(place_status(&p, "s/kv/disk").stats.evicted, 300u);
     place_write_all(&p);
+    cr_assert_gt(place_status(&p, "s/kv/disk").stats.evicted, 300u);
+    cr_assert_eq(place_status(&p, "s/kv/disk").stats.written_objects, 600u); /* each once */
     place_close(&p);
 }
 

@@ -215,11 +215,6 @@ FETCH_TEST(a_session_dies_while_its_reads_wait)
 
 /* ---- a call of the socket */
 
-struct waiting_call {
-    struct fetch_call call; /* first */
-    int32_t room[8];
-};
-
 static int calls_done;
 
 static void call_done(struct fetch_call *call)
@@ -228,16 +223,16 @@ static void call_done(struct fetch_call *call)
     calls_done++;
 }
 
-static struct waiting_call *call_keys(uint32_t n)
+static struct fetch_call *call_keys(uint32_t n)
 {
-    struct waiting_call *w = calloc(1, sizeof(*w));
+    struct fetch_call *w = calloc(1, sizeof(*w) + n * sizeof(w->statuses[0]));
 
-    w->call.session = p.session;
-    w->call.n = w->call.left = n;
-    w->call.done = call_done;
+    w->session = p.session;
+    w->n = w->left = n;
+    w->done = call_done;
     for (uint32_t i = 0; i < n; i++) {
         struct fetch_ask ask = {
-            .key = world_key(i), .epoch = p.w.space->epoch, .call = &w->call, .index = i};
+            .key = world_key(i), .epoch = p.w.space->epoch, .call = w, .index = i};
 
         cr_assert_eq(spill_fetch(p.attach, &ask), 1);
     }
@@ -246,7 +241,7 @@ static struct waiting_call *call_keys(uint32_t n)
 
 FETCH_TEST(a_call_is_answered_when_the_last_of_its_keys_is)
 {
-    struct waiting_call *w;
+    struct fetch_call *w;
 
     place_open_filled(&p, POOL, 8, "read:delay=3,read:error=EIO:from=2M:to=1G:after=3:times=1");
     w = call_keys(8);
@@ -255,7 +250,7 @@ FETCH_TEST(a_call_is_answered_when_the_last_of_its_keys_is)
     place_settle(&p);
     cr_assert_eq(calls_done, 1);
     for (uint32_t i = 0; i < 8; i++)
-        cr_assert(w->call.statuses[i] == 0 || w->call.statuses[i] == -EIO);
+        cr_assert(w->statuses[i] == 0 || w->statuses[i] == -EIO);
     cr_assert_eq(p.session->promised, 0u);
     free(w);
     place_close(&p);
@@ -263,7 +258,7 @@ FETCH_TEST(a_call_is_answered_when_the_last_of_its_keys_is)
 
 FETCH_TEST(a_call_ends_with_its_session)
 {
-    struct waiting_call *w;
+    struct fetch_call *w;
 
     place_open_filled(&p, POOL, 8, "read:hang" DATA);
     w = call_keys(8);

@@ -126,10 +126,10 @@ static bool same_record(const struct format_record *a, const struct format_recor
 {
     return memcmp(&a->key, &b->key, sizeof(a->key)) == 0 &&
            memcmp(&a->parent, &b->parent, sizeof(a->parent)) == 0 &&
-           a->has_parent == b->has_parent && a->linked == b->linked && a->digest == b->digest && a->checksum == b->checksum &&
-           a->layout == b->layout && a->position == b->position && a->bytes == b->bytes &&
-           a->epoch == b->epoch && a->generation == b->generation && a->tenant == b->tenant &&
-           a->user_bytes == b->user_bytes;
+           a->has_parent == b->has_parent && a->linked == b->linked && a->digest == b->digest &&
+           a->checksum == b->checksum && a->layout == b->layout && a->position == b->position &&
+           a->bytes == b->bytes && a->epoch == b->epoch && a->generation == b->generation &&
+           a->tenant == b->tenant && a->user_bytes == b->user_bytes;
 }
 
 Test(golden, superblock)

@@ -346,8 +346,10 @@ WRITE_TEST(one_store_hangs_and_the_other_goes_on)
         place_turn(&p);
     cr_assert_geq(place_status(&p, "s/kv/disk").used, 60u);
     cr_assert_eq(place_status(&p, "s/kv/other").used, 0u);
+    place_turns(&p, 100);
     place_sleep(&p, 20);
     cr_assert_str_eq(place_status(&p, "s/kv/other").state, "offline");
+    cr_assert_str_eq(place_status(&p, "s/kv/disk").state, "online");
     place_release(&p);
     place_settle(&p);
     place_close(&p);
