@@ -21,6 +21,7 @@ struct bench {
     unsigned rounds;
     bool smoke;         /* everything tiny: does it run at all? */
     const char *daemon; /* path of kvd */
+    const char *disk;   /* directory for stores */
     struct report *report;
 };
 
@@ -90,6 +91,7 @@ uint64_t random_next(uint64_t *state);
 
 /* Keeps the calling thread on the n-th of the processors that it may use. 0, or a negative errno. */
 int pin_cpu(unsigned n);
+void unpin_cpu(void);
 unsigned cpus(void);
 
 enum pages {
@@ -128,5 +130,10 @@ int case_death(struct bench *b);
 int case_populate(struct bench *b);
 int case_hash(struct bench *b);
 int case_remote(struct bench *b);
+int case_spill(struct bench *b);
+int case_promote(struct bench *b);
+int case_snapshot(struct bench *b);
+int case_spilling(struct bench *b);
+int case_spill_start(struct bench *b);
 
 #endif

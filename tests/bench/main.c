@@ -30,6 +30,11 @@ static const struct {
     {"populate", "touching a pool's memory with helper threads", case_populate},
     {"hash", "keys of a token sequence", case_hash},
     {"remote", "reading objects through the socket", case_remote},
+    {"spill", "writing 1 MiB objects to a store", case_spill},
+    {"promote", "bringing them back", case_promote},
+    {"snapshot", "bringing one object of 154 MB back", case_snapshot},
+    {"spilling", "lookups and pins while objects are written to a store", case_spilling},
+    {"spill-start", "starting with a store of 1,000,000 records", case_spill_start},
 };
 #define CASES (sizeof(cases) / sizeof(cases[0]))
 
@@ -52,12 +57,15 @@ static void usage(FILE *f)
           "      --rounds N     samples of each (default 11)\n"
           "      --json         JSON lines instead of a table\n"
           "      --daemon PATH  of kvd (default: that of the same build)\n"
+          "      --disk DIR     for stores (default /var/tmp); 10 GB are used for a while\n"
           "      --smoke        everything tiny, once: do all cases run?\n"
           "      --list         names of the cases\n"
           "  -h, --help         this text\n\n"
           "Exit status: 0 all cases ran, 1 some could not, 2 wrong usage. scripts/bench takes "
           "hugepages\n"
-          "for it; without them `publish` and `populate` measure small pages.\n",
+          "for it; without them `publish`, `populate`, `spill`, `promote` and `snapshot` measure "
+          "small pages.\n"
+          "If fio is installed, it is one of the floors of these three.\n",
           f);
 }
 
@@ -122,6 +130,7 @@ enum option_value {
     OPT_ROUNDS,
     OPT_JSON,
     OPT_DAEMON,
+    OPT_DISK,
     OPT_SMOKE,
     OPT_LIST,
 };
@@ -134,6 +143,7 @@ static int parse(int argc, char **argv, struct arguments *a)
         {"rounds", required_argument, NULL, OPT_ROUNDS},
         {"json", no_argument, NULL, OPT_JSON},
         {"daemon", required_argument, NULL, OPT_DAEMON},
+        {"disk", required_argument, NULL, OPT_DISK},
         {"smoke", no_argument, NULL, OPT_SMOKE},
         {"list", no_argument, NULL, OPT_LIST},
         {"help", no_argument, NULL, 'h'},
@@ -150,6 +160,8 @@ static int parse(int argc, char **argv, struct arguments *a)
             a->json = true;
         else if (option == OPT_DAEMON)
             a->bench.daemon = optarg;
+        else if (option == OPT_DISK)
+            a->bench.disk = optarg;
         else if (option == OPT_SMOKE)
             a->bench.smoke = true;
         else if (option == OPT_LIST || option == 'h')
@@ -184,7 +196,9 @@ static bool run_case(struct bench *b, size_t i)
 
 int main(int argc, char **argv)
 {
-    struct arguments a = {.bench.daemon = daemon_beside_us(), .bench.rounds = ROUNDS_DEFAULT};
+    struct arguments a = {.bench.daemon = daemon_beside_us(),
+                          .bench.disk = "/var/tmp",
+                          .bench.rounds = ROUNDS_DEFAULT};
     unsigned passed = 0, failed = 0, missed;
     int r = parse(argc, argv, &a);
 

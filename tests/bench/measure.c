@@ -95,6 +95,12 @@ int pin_cpu(unsigned n)
     return -EINVAL;
 }
 
+/* Children inherit where their parent is kept. */
+void unpin_cpu(void)
+{
+    sched_setaffinity(0, sizeof(cpu_set_t), allowed());
+}
+
 int memory_new(size_t bytes, enum pages pages, struct memory *ret)
 {
     unsigned flags = MFD_CLOEXEC | (pages == PAGES_HUGE ? MFD_HUGETLB | MFD_HUGE_2MB : 0);
