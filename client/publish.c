@@ -9,6 +9,8 @@ enum {
     SPINS_PER_CLOCK = 64, /* reading the clock costs as much as many looks at the ring */
     ABORT_MAX = 4096,     /* tickets in one message */
     ROOM_MS = 1,          /* that the ring has room is not announced */
+    NAP_MS = 1,           /* between two looks at a batch that is far from done */
+    NAP_ABOVE = 4,        /* so many answers of it are still to come */
 };
 
 /* ---- arguments */
@@ -127,6 +129,13 @@ static uint64_t sooner(uint64_t a, uint64_t b)
     return a < b ? a : b;
 }
 
+/* Many objects are on their way, one after the other: to be woken for each would cost the daemon more than
+ * reading them. A look now and then will do; for the last ones we ask to be woken. */
+static bool is_far_from_done(const struct batch *b)
+{
+    return b->op == SHM_FETCH && b->posted - atomic_load(&b->done) > NAP_ABOVE;
+}
+
 /* Whatever the socket brings, the ring decides. A dead connection is made again; the session may
  * have survived, and then the answers will come. -EAGAIN: somebody else should have the socket, which
  * only a fetch lets happen. */
@@ -134,17 +143,20 @@ static int sleep_on_socket(struct kvd *kvd, struct batch *b, uint64_t deadline)
 {
     while (!batch_settled(kvd, b, false)) {
         int r = handle_ready(kvd, sooner(deadline, handle_deadline(kvd)));
-        bool room = !batch_in_flight(b);
+        bool room = !batch_in_flight(b), nap;
 
         if (r < 0)
             return r;
-        rings_expect(kvd);
+        nap = is_far_from_done(b);
+        if (!nap)
+            rings_expect(kvd);
         if (batch_settled(kvd, b, false))
             return 0;
         if (b->op == SHM_FETCH && handle_wanted(kvd))
             return -EAGAIN;
-        r = control_wait(kvd->control,
-                         room ? sooner(deadline, control_deadline(ROOM_MS)) : deadline);
+        r = control_wait(kvd->control, room  ? sooner(deadline, control_deadline(ROOM_MS))
+                                       : nap ? sooner(deadline, control_deadline(NAP_MS))
+                                             : deadline);
         if (frame_clock() >= deadline)
             return too_late(kvd, b);
     }

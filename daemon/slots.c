@@ -80,12 +80,24 @@ void slot_set(struct pool *p, uint32_t slot, enum shm_slot_state state)
     t->state = state;
 }
 
+static bool make_room(struct pool *p)
+{
+    uint32_t want = p->low_water ? 32 : 1;
+
+    if (pool_evict(p, want, HISTORY_EVICTED))
+        return true;
+    if (!spill_let_go(p))
+        return false;
+    p->exhausted_until_ns = 0; /* a search may find something now */
+    return pool_evict(p, want, HISTORY_EVICTED) > 0;
+}
+
 int slot_take(struct pool *p, uint32_t *ret_slot)
 {
     if (p->free.first == SLOT_NONE) {
         pool_release_quarantine(p, core_now_ms(p->core));
         /* A burst has outrun the background: a batch costs little more than one. */
-        if (p->free.first == SLOT_NONE && !pool_evict(p, p->low_water ? 32 : 1, HISTORY_EVICTED))
+        if (p->free.first == SLOT_NONE && !make_room(p))
             return -ENOSPC;
     }
     *ret_slot = p->free.first;

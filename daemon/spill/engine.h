@@ -78,6 +78,7 @@ struct spill {
     bool purging;     /* records of older epochs are still being dropped */
     uint32_t purge_cursor;
     uint32_t generation;
+    bool again; /* writing can go on at once, though nothing was begun */
     struct spill_stats stats;
 };
 
@@ -158,6 +159,8 @@ struct store {
     uint32_t used;       /* STORED */
     uint64_t *free_bits; /* 1: free */
     uint32_t rotor;
+    uint32_t passed_over; /* records that eviction has met in use since it last found one */
+    bool take_again;
     struct policy *policy;
     struct unresolved *unresolved;
     size_t n_unresolved, max_unresolved;
@@ -218,7 +221,7 @@ struct nvme {
     struct list stores;
     uint32_t n_stores;
     struct list waiting, held; /* waiters */
-    uint64_t next_check_ns, next_held_ns, next_hang_ns;
+    uint64_t next_check_ns, next_held_ns, next_let_go_ns, next_hang_ns;
     bool quiet;           /* the digest pool announces nothing */
     bool stopping, ready; /* ready: nvme_wait() is over, epochs are settled */
 };

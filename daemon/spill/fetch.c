@@ -66,6 +66,43 @@ static void answer(struct waiter *w, int status)
     w->call = NULL;
 }
 
+struct seen {
+    const struct shm_pin *pin;
+    uint32_t count, stamp;
+};
+
+static int look(void *arg)
+{
+    struct seen *x = arg;
+
+    x->count = atomic_load_explicit(&x->pin->count, memory_order_acquire); /* pairs with R2 */
+    x->stamp = shm_load32(&x->pin->stamp);
+    return 0;
+}
+
+/* The session's counter and stamp of a slot; zeroes when there are none. */
+static struct seen look_at(const struct attach *a, uint32_t slot)
+{
+    struct seen x = {.pin = NULL};
+
+    if (!a->map.addr)
+        return x;
+    x.pin = &((const struct shm_pins *)a->map.addr)->pins[slot];
+    if (guard_call(look, &x, x.pin, sizeof(*x.pin)) < 0)
+        x.count = x.stamp = 0;
+    return x;
+}
+
+/* The session has pinned what is held for it, perhaps released it, too. (A second pin within the tick of an
+ * earlier one leaves no trace: then the hold stays for its time.) */
+static bool has_pinned(const struct waiter *w)
+{
+    const struct attach *a = w->attach;
+    struct seen x = look_at(a, w->slot);
+
+    return (a->own && shm_load32(&a->own->pins[w->slot].count)) || x.count || x.stamp != w->stamp;
+}
+
 static void free_oldest_hold(struct attach *a)
 {
     for (struct list *i = a->waiters.next; i != &a->waiters; i = i->next) {
@@ -87,6 +124,7 @@ static void hold_for(struct waiter *w, uint32_t slot)
     w->state = WAITER_HELD;
     w->attach->n_held++;
     w->slot = slot;
+    w->stamp = look_at(w->attach, slot).stamp;
     w->until_ns = core_now_ns(w->attach->pool->core) + n->options.fetch_hold_ns;
     hold(w->attach->pool, slot, 1);
     list_append(&n->held, &w->in_nvme);
@@ -522,33 +560,6 @@ void spill_forget(struct attach *a)
     }
 }
 
-struct seen {
-    const struct shm_pin *pin;
-    bool pinned;
-};
-
-static int look(void *arg)
-{
-    struct seen *x = arg;
-
-    x->pinned = atomic_load_explicit(&x->pin->count, memory_order_acquire) != 0; /* pairs with R2 */
-    return 0;
-}
-
-/* The session has pinned what is held for it. */
-static bool has_pinned(const struct waiter *w)
-{
-    const struct attach *a = w->attach;
-    struct seen x = {.pinned = false};
-
-    if (a->own && shm_load32(&a->own->pins[w->slot].count))
-        return true;
-    if (!a->map.addr)
-        return false;
-    x.pin = &((const struct shm_pins *)a->map.addr)->pins[w->slot];
-    return guard_call(look, &x, x.pin, sizeof(*x.pin)) == 0 && x.pinned;
-}
-
 static void check_held(struct nvme *n, uint64_t now)
 {
     struct list *i, *tmp;
@@ -562,6 +573,28 @@ static void check_held(struct nvme *n, uint64_t now)
         if (now >= w->until_ns || has_pinned(w))
             waiter_free(w);
     }
+}
+
+bool spill_let_go(struct pool *p)
+{
+    struct nvme *n = p->core->nvme;
+    uint64_t now = n ? nvme_now(n) : 0;
+    struct list *i, *tmp;
+    bool any = false;
+
+    if (!n ||
+        now < n->next_let_go_ns) /* it looks at all holds: not for everybody who asks in vain */
+        return false;
+    n->next_let_go_ns = now + CHECK_NS;
+    kvd_list_for_each (i, tmp, &n->held) {
+        struct waiter *w = list_entry(i, struct waiter, in_nvme);
+
+        if (w->attach->pool != p || !has_pinned(w))
+            continue;
+        waiter_free(w);
+        any = true;
+    }
+    return any;
 }
 
 void fetches_check(struct nvme *n)

@@ -150,7 +150,8 @@ static uint32_t find_free(struct store *st)
     return NO_RECORD;
 }
 
-/* The coldest tail that nobody reads and that is not in ram. */
+/* The coldest tail that nobody reads and that is not in ram. A step of the search, which gives up when it has
+ * met all of them in use. */
 static uint32_t find_victim(struct store *st)
 {
     struct spill *s = st->spill;
@@ -163,10 +164,16 @@ static uint32_t find_victim(struct store *st)
             return NO_RECORD;
         r = st->base + local;
         s->records[r].queued = false;
-        if (!s->records[r].reads && s->records[r].slot == SLOT_NONE)
+        if (!s->records[r].reads && s->records[r].slot == SLOT_NONE) {
+            st->passed_over = 0;
             return r;
+        }
         queue(s, r, now, false);
     }
+    st->passed_over += TAKE_TRIES;
+    st->take_again = st->passed_over < st->used;
+    if (!st->take_again)
+        st->passed_over = 0;
     return NO_RECORD;
 }
 
@@ -175,6 +182,7 @@ static uint32_t take(struct store *st)
     struct spill *s = st->spill;
     uint32_t i = st->used + st->n_transfers < st->records ? find_free(st) : NO_RECORD, r;
 
+    st->take_again = false;
     if (i == NO_RECORD) {
         r = find_victim(st);
         if (r == NO_RECORD)

@@ -131,7 +131,8 @@ struct waiter {
     struct transfer *transfer; /* while waiting */
     enum waiter_state state;
     uint32_t slot;
-    uint64_t tag; /* user_data of a ring request */
+    uint32_t stamp; /* beside the session's pin counter, when the hold began */
+    uint64_t tag;   /* user_data of a ring request */
     uint64_t until_ns;
     struct fetch_call *call; /* NULL: answered by the ring */
     uint32_t index;          /* in the call */
@@ -162,6 +163,9 @@ int spill_fetch(struct attach *a, const struct fetch_ask *ask);
 /* Gives up what was asked with tags in [tag, tag + n): waiting ones complete with -ECANCELED, held slots
  * are let go. */
 void spill_cancel(struct attach *a, uint64_t tag, uint64_t n);
+
+/* No slot can be had: lets go of what is held for sessions that have had it. True: something was. */
+bool spill_let_go(struct pool *p);
 
 /* The attach goes. */
 void spill_forget(struct attach *a);

@@ -30,6 +30,12 @@ static void enqueue(struct spill *s, uint32_t slot)
     slot_list_push_back(&s->queue, s->links, slot);
 }
 
+static void enqueue_first(struct spill *s, uint32_t slot)
+{
+    set_state(s, slot, SPILLED_QUEUED);
+    slot_list_push_front(&s->queue, s->links, slot);
+}
+
 /* Out of whatever list it is in. */
 static void dequeue(struct spill *s, uint32_t slot)
 {
@@ -240,7 +246,7 @@ static int begin(struct store *st, uint32_t slot, uint32_t parent)
     int e;
 
     if (r == NO_RECORD)
-        return -ENOSPC;
+        return st->take_again ? -EAGAIN : -ENOSPC;
     e = transfer_new(st, TRANSFER_WRITE, r, slot, s->pool->metas->metas[slot].bytes, &t);
     if (e < 0) {
         record_free(s, r);
@@ -313,6 +319,7 @@ static bool begin_next(struct spill *s, uint32_t *left)
     struct store *st;
     bool ever;
     enum verdict v;
+    int e;
 
     if (s->pool->table->slots[first].epoch != s->pool->space->epoch) {
         dequeue(s, first);
@@ -335,10 +342,16 @@ static bool begin_next(struct spill *s, uint32_t *left)
     if (!st && ever)
         return false;
     dequeue(s, slot);
-    if (st && begin(st, slot, parent) == 0)
+    e = st ? begin(st, slot, parent) : -ENOSPC;
+    if (e == 0)
         return true;
     if (st)
-        store_unwrite(st, s->pool->metas->metas[slot].bytes * s->pool->parts);
+        store_unwrite(st, physical_bytes(s->pool, slot));
+    if (e == -EAGAIN) {
+        enqueue_first(s, slot);
+        s->again = true;
+        return false;
+    }
     s->stats.refused++;
     if (slot != first) /* nor can the one that wanted it to go first */
         dequeue(s, first);
@@ -349,9 +362,10 @@ bool writes_run(struct spill *s)
 {
     uint32_t left = 1024;
 
+    s->again = false;
     while (s->queue.n && left && begin_next(s, &left))
         left -= left > 0;
-    return s->queue.n && !left;
+    return s->queue.n && (!left || s->again);
 }
 
 /* ---- ending */

@@ -99,6 +99,32 @@ EVICT_TEST(what_is_in_ram_as_well_is_passed_over)
     place_close(&p);
 }
 
+/* More of them than one search looks at. */
+EVICT_TEST(however_many_are_in_ram_as_well_the_others_make_room)
+{
+    struct shm_pinned pins[100];
+
+    place_open(
+        &p,
+        "[space s]\n[pool s/kv]\nslot = 16K\nslots = 128\nlow_water = 0\nhigh_water = 0\n" DISK);
+    for (uint64_t i = 0; i < 100; i++) {
+        cr_assert_eq(place_put(&p, 100 * i), RESERVE_NEW);
+        cr_assert(place_pin(&p, 100 * i, &pins[i]));
+    }
+    place_write_all(&p); /* these are the coldest of the store, and stay in ram */
+    for (uint64_t i = 100; i < 300; i++) {
+        cr_assert_eq(place_put(&p, 100 * i), RESERVE_NEW);
+        place_write_all(&p);
+        cr_assert(place_stored(&p, 100 * i));
+    }
+    cr_assert_eq(spill_stats(p.w.pool)->refused, 0u);
+    for (uint64_t i = 0; i < 100; i++) {
+        cr_assert(place_stored(&p, 100 * i));
+        world_unpin(p.attach, &pins[i]);
+    }
+    place_close(&p);
+}
+
 EVICT_TEST(a_store_smaller_than_its_pool_refuses_and_keeps_what_it_has)
 {
     place_open(&p, "[space s]\n[pool s/kv]\nslot = 16K\nslots = 256\nlow_water = 0\n"

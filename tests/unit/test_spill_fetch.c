@@ -292,6 +292,26 @@ FETCH_TEST(what_was_fetched_stays_until_it_was_pinned)
     place_close(&p);
 }
 
+FETCH_TEST(a_hold_is_not_in_the_way_when_its_session_has_had_the_object)
+{
+    struct reservation r;
+    struct shm_pinned pin;
+
+    place_open_filled(&p, POOL, 32, NULL);
+    for (uint64_t i = 0; i < 32; i++)
+        cr_assert_eq(place_fetch(&p, i), 0);
+    cr_assert_eq(place_reserve(&p, 1000, &r), -ENOSPC);
+    core_tick(p.w.core);
+    for (uint64_t i = 0; i < 32; i++) { /* quicker than anybody looks at the counters */
+        cr_assert(place_pin(&p, i, &pin));
+        world_unpin(p.attach, &pin);
+    }
+    p.w.now_ns += 10000000;
+    cr_assert_eq(place_reserve(&p, 1000, &r), RESERVE_NEW);
+    place_commit(&p, 1000, &r);
+    place_close(&p);
+}
+
 FETCH_TEST(a_hold_expires_or_is_cancelled)
 {
     place_open_filled(&p, POOL, 2, "");
