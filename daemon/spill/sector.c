@@ -24,9 +24,13 @@
 /* Operations on sectors that may be in flight: the ring has room for them beside the pieces. */
 #define SECTOR_DEPTH 12u
 
-#define TRIES        16u
-#define USER_BIT     0x80000000u
-#define NO_SECTOR    UINT32_MAX
+/* While data is still being written, a sector waits for more records, so many or so long. */
+#define GATHER    16u
+#define GATHER_NS 3000000u
+
+#define TRIES     16u
+#define USER_BIT  0x80000000u
+#define NO_SECTOR UINT32_MAX
 
 enum sector_state {
     SECTOR_FREE,
@@ -41,8 +45,10 @@ struct sector {
     uint32_t generation;
     bool issued; /* the operation of READING or WRITING is with the device */
     uint8_t tries;
-    uint32_t erase; /* records to be zeroed */
+    uint32_t erase;     /* records to be zeroed */
+    uint32_t n_waiting; /* about: since the last image */
     uint64_t used, since_ns;
+    uint64_t waits_ns; /* since when the first of them waits */
     uint8_t *buf;
     struct list readers; /* transfers */
     struct list waiting; /* transfers whose record is to be written */
@@ -139,6 +145,7 @@ static struct sector *get(struct store *st, uint32_t number)
     oldest->state = SECTOR_READING;
     oldest->issued = false;
     oldest->tries = 0;
+    oldest->n_waiting = 0;
     oldest->used = ++c->clock;
     return oldest;
 }
@@ -245,9 +252,22 @@ static bool compose(struct store *st, struct sector *x)
     return changed;
 }
 
+/* A record is not in a hurry: each write of its sector costs the core as much as a piece of 1 MiB. */
+static bool gathers(struct store *st, const struct sector *x)
+{
+    if (is_user(x) || x->erase || !st->in_write || x->n_waiting >= GATHER ||
+        nvme_now(st->nvme) - x->waits_ns >= GATHER_NS)
+        return false;
+    if (!st->retry_ns || x->waits_ns + GATHER_NS < st->retry_ns)
+        st->retry_ns = x->waits_ns + GATHER_NS;
+    return true;
+}
+
 static void run_one(struct store *st, struct sector *x)
 {
-    if (x->state == SECTOR_VALID && (!list_empty(&x->waiting) || x->erase) && compose(st, x)) {
+    if (x->state == SECTOR_VALID && (!list_empty(&x->waiting) || x->erase) && !gathers(st, x) &&
+        compose(st, x)) {
+        x->n_waiting = 0;
         x->state = SECTOR_WRITING;
         x->issued = false;
         x->tries = 0;
@@ -283,6 +303,8 @@ static bool try_write(struct store *st, struct transfer *t, bool user)
 
     if (!x)
         return false;
+    if (!x->n_waiting++)
+        x->waits_ns = nvme_now(st->nvme);
     list_append(&x->waiting, link_of(t, user));
     return true; /* sectors_run() goes on: what completes together is written together */
 }
