@@ -97,7 +97,7 @@ static void add_store_problems(struct call *c, struct status_room *m,
         struct store_status s;
 
         store_status(st, &s);
-        if (strcmp(s.state, "online") == 0 ||
+        if ((strcmp(s.state, "online") == 0 && !s.problem) ||
             !service_allows(conn_socket(c->conn), store_pool(st)->space))
             continue;
         m->problems[reply->n_problems] = m->problem[reply->n_problems];
@@ -413,6 +413,12 @@ static void why_gone(const struct pool *p, const struct shm_key *key, Kvd__Proto
 
     reply->state = (char *)history_name(h ? (enum history_event)h->event : HISTORY_NONE);
     reply->detail = detail;
+    if (spill_away(p)) {
+        reply->state = (char *)"unknown";
+        snprintf(detail, n, "not in memory; spill store %s is not online and may have it",
+                 spill_away(p));
+        return;
+    }
     if (!h) {
         snprintf(detail, n, "no trace of it; the daemon remembers the last events only");
         return;
@@ -421,7 +427,8 @@ static void why_gone(const struct pool *p, const struct shm_key *key, Kvd__Proto
     reply->age_s = (core_now_ms(p->core) - h->when_ms) / 1000;
     switch ((enum history_event)h->event) {
     case HISTORY_EVICTED:
-        snprintf(detail, n, "it was the coldest object when memory was needed");
+        snprintf(detail, n, "it was the coldest object when memory was needed%s",
+                 h->detail ? "; it had not been written to a spill store yet" : "");
         break;
     case HISTORY_REFUSED:
         snprintf(detail, n, "%s",
@@ -449,7 +456,7 @@ static void why_gone(const struct pool *p, const struct shm_key *key, Kvd__Proto
 static int why(struct call *c)
 {
     Kvd__Proto__WhyReply reply = KVD__PROTO__WHY_REPLY__INIT;
-    char detail[160] = "";
+    char detail[320] = "";
     struct block_room m;
     struct spill_entry x;
     struct shm_entry *e;
@@ -469,7 +476,8 @@ static int why(struct call *c)
         reply.state = (char *)"present";
         reply.detail = detail;
         reply.block = &m.info;
-        snprintf(detail, sizeof(detail), "not in ram; spill store %s has it", x.store);
+        snprintf(detail, sizeof(detail), "not in memory; spill store %s/%s/%s has it",
+                 p->space->name, p->name, x.store);
     } else if (e) {
         uint64_t word = shm_load64(&e->word);
 
@@ -506,7 +514,7 @@ static int send_count(struct call *c, uint64_t n, uint64_t skipped, uint64_t nex
 /* A step of removing all live objects, or those of a tenant. `after`: where it goes on behind the last
  * slot; 0: nowhere. */
 static int remove_step(struct call *c, struct pool *p, const uint32_t *tenant, uint64_t cursor,
-                       uint64_t after)
+                       uint64_t after, uint32_t copies)
 {
     uint32_t slots[REMOVE_STEP], n = 0, removed;
     uint64_t end = cursor + REMOVE_STEP < p->slots ? cursor + REMOVE_STEP : p->slots;
@@ -514,7 +522,7 @@ static int remove_step(struct call *c, struct pool *p, const uint32_t *tenant, u
     for (uint64_t i = cursor; i < end; i++)
         if (p->table->slots[i].state == SHM_SLOT_LIVE && (!tenant || p->slot[i].tenant == *tenant))
             slots[n++] = (uint32_t)i;
-    removed = pool_remove(p, slots, n, HISTORY_REMOVED, tenant ? REMOVE_FORGET : 0);
+    removed = pool_remove(p, slots, n, HISTORY_REMOVED, copies);
     return send_count(c, removed, n - removed, end < p->slots ? end : after);
 }
 
@@ -542,12 +550,12 @@ static int evict_keys(struct call *c, struct pool *p)
 }
 
 /* First ram, then the records: the cursor goes on behind the last slot. */
-static int evict_tenant(struct call *c, struct pool *p, uint32_t tenant, uint64_t cursor)
+static int remove_both(struct call *c, struct pool *p, const uint32_t *tenant, uint64_t cursor)
 {
     uint32_t record, removed;
 
     if (cursor < p->slots)
-        return remove_step(c, p, &tenant, cursor, p->spill ? p->slots : 0);
+        return remove_step(c, p, tenant, cursor, p->spill ? p->slots : 0, REMOVE_FORGET);
     record = (uint32_t)(cursor - p->slots);
     removed = spill_remove_tenant(p, tenant, &record);
     return send_count(c, removed, 0, record ? (uint64_t)p->slots + record : 0);
@@ -567,7 +575,7 @@ static int evict(struct call *c)
     if (q->n_keys)
         return evict_keys(c, p);
     if (q->has_tenant)
-        return evict_tenant(c, p, q->tenant, q->has_cursor ? q->cursor : 0);
+        return remove_both(c, p, &q->tenant, q->has_cursor ? q->cursor : 0);
     if (want > REMOVE_STEP)
         want = REMOVE_STEP;
     while (n < want) {
@@ -588,7 +596,11 @@ static int flush(struct call *c)
 
     if (r == 0)
         r = call_pool(c, q->pool, &p);
-    return r < 0 ? r : remove_step(c, p, NULL, q->has_cursor ? q->cursor : 0, 0);
+    if (r < 0)
+        return r;
+    if (q->tier && strcmp(q->tier, "ram") == 0)
+        return remove_step(c, p, NULL, q->has_cursor ? q->cursor : 0, 0, 0);
+    return remove_both(c, p, NULL, q->has_cursor ? q->cursor : 0);
 }
 
 int admin_call(struct call *c)

@@ -901,9 +901,8 @@ static void add_sockets(struct builder *b)
 /* The pool's section; NULL: there is none, which was reported. */
 static struct section *find_store_pool(struct builder *b, struct section *s)
 {
-    const struct config *c = b->config;
     const char *names[CONFIG_POOLS_MAX];
-    char name[SECTION_NAME_SIZE], why[CONFIG_WHY_SIZE], *slash;
+    char name[SECTION_NAME_SIZE], why[CONFIG_WHY_SIZE];
     struct section *pool;
     size_t n = 0;
 
@@ -913,19 +912,10 @@ static struct section *find_store_pool(struct builder *b, struct section *s)
     if (pool)
         return pool;
     config_complain(why, "there is no [pool %.128s]", name);
-    slash = strchr(name, '/');
-    *slash = '\0';
-    for (uint32_t i = 0; i < c->pool_count; i++)
-        if (c->pools[i].space < c->space_count &&
-            strcmp(c->spaces[c->pools[i].space].name, name) == 0)
-            names[n++] = c->pools[i].name;
-    if (n > 0) {
-        config_advise(why, slash + 1, names, n);
-    } else { /* not even of that space */
-        for (; n < c->space_count; n++)
-            names[n] = c->spaces[n].name;
-        config_advise(why, name, names, n);
-    }
+    for (size_t i = 0; i < b->section_count && n < CONFIG_POOLS_MAX; i++)
+        if (b->sections[i].kind == CONFIG_KIND_POOL)
+            names[n++] = b->sections[i].name;
+    config_advise(why, name, names, n);
     report(b, false, s->opened, "%s", why);
     return NULL;
 }
@@ -959,6 +949,15 @@ static bool is_same_place(const struct place *a, const struct place *b)
            a->ino == b->ino && strcmp(a->name, b->name) == 0;
 }
 
+static const struct section *store_section(const struct builder *b, const struct config_store *o)
+{
+    const struct section *s = b->sections;
+
+    while (s->object != o)
+        s++;
+    return s;
+}
+
 /* Two stores in one file would write over each other; the lock would keep the second offline. */
 static void check_store_places(struct builder *b, struct section *s)
 {
@@ -969,12 +968,13 @@ static void check_store_places(struct builder *b, struct section *s)
     for (size_t i = 0; i < n; i++) {
         const struct config_store *o = &c->stores[i];
         bool same = o->path[0] && strcmp(o->path, store->path) == 0;
+        const char *other = store_section(b, o)->name;
 
         if (same)
-            report(b, false, blame(s, "path"), "path: store \"%s\" has the same one", o->name);
+            report(b, false, blame(s, "path"), "path: [spill %s] has this path already", other);
         else if (is_same_place(&b->places[i], &b->places[n]))
-            report(b, false, blame(s, "path"),
-                   "path: it is the same file as %.190s of store \"%s\"", o->path, o->name);
+            report(b, false, blame(s, "path"), "path: it is the same file as %.190s of [spill %s]",
+                   o->path, other);
         else
             continue;
         return; /* the others were told the same */

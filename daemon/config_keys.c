@@ -62,9 +62,10 @@ static size_t distance(const char *a, const char *b)
     return row[n];
 }
 
-void config_advise(char *why, const char *word, const char *const *names, size_t n)
+/* NULL: none is near. */
+static const char *find_near(const char *word, const char *const *names, size_t n)
 {
-    size_t best = SIZE_MAX, used = strlen(why);
+    size_t best = SIZE_MAX;
     const char *nearest = NULL;
 
     for (size_t i = 0; i < n; i++) {
@@ -75,7 +76,15 @@ void config_advise(char *why, const char *word, const char *const *names, size_t
             nearest = names[i];
         }
     }
-    if (nearest && best <= (strlen(word) + 2) / 3) {
+    return nearest && best <= (strlen(word) + 2) / 3 ? nearest : NULL;
+}
+
+void config_advise(char *why, const char *word, const char *const *names, size_t n)
+{
+    const char *nearest = find_near(word, names, n);
+    size_t used = strlen(why);
+
+    if (nearest) {
         snprintf(why + used, CONFIG_WHY_SIZE - used, "; did you mean \"%s\"?", nearest);
         return;
     }
@@ -241,6 +250,9 @@ static int parse_scaled(const struct unit *units, const char *text, uint64_t *re
     const char *p = text;
     int r;
 
+    if (!isdigit((unsigned char)*text))
+        return config_complain(why, "\"%.80s\" is not a %s", text,
+                               units == size_units ? "size such as 200M" : "duration such as 30s");
     r = config_parse_digits(&p, &whole, why);
     if (r < 0)
         return r;
@@ -385,8 +397,10 @@ static int parse_page_size(const struct config_key *key, const char *text, void 
 
 static int parse_choice(const struct config_key *key, const char *text, void *field, char *why)
 {
-    const char *names[CONFIG_NAMES_MAX];
+    const char *names[CONFIG_NAMES_MAX] = {NULL};
+    char list[128];
     size_t n = 0;
+    int used = 0;
 
     for (const struct config_choice *c = key->choices; c->name; c++) {
         if (strcmp(c->name, text) == 0) {
@@ -395,9 +409,18 @@ static int parse_choice(const struct config_key *key, const char *text, void *fi
         }
         names[n++] = c->name;
     }
-    config_complain(why, "\"%.80s\" is not a value of it", text);
-    config_advise(why, text, names, n);
-    return -EINVAL;
+    if (find_near(text, names, n)) {
+        config_complain(why, "\"%.80s\" is not a value of it", text);
+        config_advise(why, text, names, n);
+        return -EINVAL;
+    }
+    for (size_t i = 0; i < n; i++)
+        used += snprintf(list + used, sizeof(list) - (size_t)used, "%s%s",
+                         i == 0       ? ""
+                         : i == n - 1 ? " or "
+                                      : ", ",
+                         names[i]);
+    return config_complain(why, "it is %s, not \"%.80s\"", list, text);
 }
 
 static int parse_text(const struct config_key *key, const char *text, void *field, char *why)
@@ -763,7 +786,7 @@ size_t config_key_ordinal(enum config_kind kind, const struct config_key *key)
 
 void config_key_explain(enum config_kind kind, const char *name, char *why)
 {
-    const char *names[CONFIG_NAMES_MAX];
+    const char *names[CONFIG_NAMES_MAX] = {NULL};
     size_t n = 0;
 
     for (enum config_kind other = 0; other < CONFIG_KINDS; other++) {

@@ -274,7 +274,10 @@ struct pending_reset {
     struct space *space;
     uint64_t id;
     uint32_t epoch;
+    uint64_t until_ns; /* a store that is being opened, or hangs, is waited for so long */
 };
+
+#define RESET_NS 5000000000u
 
 static int remember_reset(struct call *c, struct space *s)
 {
@@ -282,8 +285,11 @@ static int remember_reset(struct call *c, struct space *s)
 
     if (!p)
         return -ENOMEM;
-    *p = (struct pending_reset){
-        .session = c->session, .space = s, .id = c->request->id, .epoch = s->epoch};
+    *p = (struct pending_reset){.session = c->session,
+                                .space = s,
+                                .id = c->request->id,
+                                .epoch = s->epoch,
+                                .until_ns = core_now_ns(s->core) + RESET_NS};
     list_append(&c->service->resets, &p->link);
     return 0;
 }
@@ -308,7 +314,7 @@ void service_answer_resets(struct service *s)
     kvd_list_for_each (i, tmp, &s->resets) {
         struct pending_reset *p = list_entry(i, struct pending_reset, link);
 
-        if (!spill_reset_done(p->space))
+        if (!spill_reset_done(p->space) && core_now_ns(s->core) < p->until_ns)
             continue;
         list_remove(i);
         answer_reset(p);

@@ -211,6 +211,8 @@ static void drop(struct pool *p, uint32_t slot, enum history_event why, uint32_t
 {
     struct shm_slot *t = &p->table->slots[slot];
 
+    if (why == HISTORY_EVICTED)
+        detail = spill_is_unwritten(p, slot);
     history_add(p->history, &p->metas->metas[slot].key, why, detail, core_now_ms(p->core));
     spill_left(p, slot, why == HISTORY_REMOVED && detail == REMOVE_FORGET);
     index_remove(p->index, t->line); /* A4 */

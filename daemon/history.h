@@ -12,7 +12,7 @@ struct history;
 
 enum history_event {
     HISTORY_NONE = 0,
-    HISTORY_EVICTED,  /* for memory */
+    HISTORY_EVICTED,  /* for memory; detail: 1 if it still waited for being written to a store */
     HISTORY_REMOVED,  /* by an administrator */
     HISTORY_REFUSED,  /* no slot could be had; detail: errno */
     HISTORY_ABORTED,  /* its writer gave up */

@@ -64,6 +64,12 @@ static void run_observe(struct attach *a, const struct shm_request *q)
         pool_observe(a->pool, &q->observe.keys[n], q->epoch);
 }
 
+/* No completion follows: they are served although the completion ring is full. */
+static bool is_silent(uint8_t op)
+{
+    return op == SHM_OBSERVE || op == SHM_CANCEL;
+}
+
 /* True: the completion comes later. */
 static bool run_fetch(struct attach *a, const struct shm_request *q, struct shm_completion *c)
 {
@@ -90,7 +96,7 @@ static bool run(struct session *s, const struct shm_request *q, struct shm_compl
 {
     struct attach *a = attach_of(s, q->pool);
 
-    if (q->op == SHM_OBSERVE || q->op == SHM_CANCEL) {
+    if (is_silent(q->op)) {
         if (a && q->op == SHM_OBSERVE)
             run_observe(a, q);
         else if (a)
@@ -128,11 +134,9 @@ static int take(void *arg)
 
     if (n <= 0)
         return n < 0 ? (int)n : -EAGAIN;
-    if (shm_ring_room(&s->completions) <= s->promised)
-        return -EAGAIN;
     memcpy(&x->request, &s->shm->request[shm_ring_at(&s->requests, s->requests.mine)],
            sizeof(x->request));
-    return 0;
+    return is_silent(x->request.op) || shm_ring_room(&s->completions) > s->promised ? 0 : -EAGAIN;
 }
 
 /* The answer first (C6), then the request is given back (C7): whoever restarts between the two
@@ -152,14 +156,22 @@ static int give(void *arg)
     return 0;
 }
 
+/* In units of a usual request: a cancel looks at all that the session holds of fetches. */
+static uint32_t work_of(struct session *s, const struct shm_request *q)
+{
+    const struct attach *a = q->op == SHM_CANCEL ? attach_of(s, q->pool) : NULL;
+
+    return a ? 1 + (a->n_held + a->n_waiting) / 64 : 1;
+}
+
 int session_serve(struct session *s, uint32_t max)
 {
     struct serve x = {.s = s};
-    uint32_t n;
+    uint32_t n, work = 0;
 
     if (!s->shm || s->broken || s->state != SESSION_ATTACHED)
         return 0;
-    for (n = 0; n < max; n++) {
+    for (n = 0; n < max && work < max; n++) {
         int r = guard_call(take, &x, s->map.addr, s->map.bytes);
 
         if (r == -EAGAIN)
@@ -168,6 +180,7 @@ int session_serve(struct session *s, uint32_t max)
             x.completion =
                 (struct shm_completion){.user_data = x.request.user_data, .slot = SHM_NO_SLOT};
             x.silent = run(s, &x.request, &x.completion);
+            work += work_of(s, &x.request);
             r = guard_call(give, &x, s->map.addr, s->map.bytes);
         }
         if (r < 0) {
@@ -226,7 +239,10 @@ static int waiting(void *arg)
 {
     struct session *s = arg;
 
-    return shm_ring_waiting(&s->requests) != 0 && shm_ring_room(&s->completions) > s->promised;
+    const struct shm_request *next = &s->shm->request[shm_ring_at(&s->requests, s->requests.mine)];
+
+    return shm_ring_waiting(&s->requests) != 0 && (shm_ring_room(&s->completions) > s->promised ||
+                                                   is_silent(*(const volatile uint8_t *)&next->op));
 }
 
 bool sessions_have_work(const struct core *c)

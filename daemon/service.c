@@ -23,7 +23,10 @@
 
 #define SPIN_RETRY    16u
 
-#define TICK_NS       2000000000u
+/* While a reset waits for its stores, it is looked after so often. */
+#define RESET_MS 100
+
+#define TICK_NS  2000000000u
 
 /* ---- death of processes */
 
@@ -151,6 +154,8 @@ static void arm_work(struct service *s)
 {
     int64_t ms = core_next_deadline(s->core);
 
+    if (!list_empty(&s->resets) && (ms < 0 || ms > RESET_MS))
+        ms = RESET_MS;
     if (ms < 0)
         loop_timer_disarm(s->work);
     else

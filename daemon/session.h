@@ -94,7 +94,7 @@ struct attach {
     uint64_t own_pinned; /* pins in it */
     struct slot_list reserved;
     struct list waiters; /* what it has asked for, or holds, of fetches */
-    uint32_t n_held;
+    uint32_t n_held, n_waiting;
     bool over_quota; /* holds more pinned bytes of the space than it may: no new grants */
 };
 

@@ -285,8 +285,9 @@ int run_check(struct ctl *c, char **args, int n)
     check_all(&k);
     out_flag(o, "healthy", !k.counts[CHECK_FAIL]);
     if (!c->json)
-        printf("\n%u ok, %u warnings, %u failures, %u skipped\n", k.counts[CHECK_OK],
-               k.counts[CHECK_WARN], k.counts[CHECK_FAIL], k.counts[CHECK_SKIP]);
+        printf("\n%u ok, %u warning%s, %u failure%s, %u skipped\n", k.counts[CHECK_OK],
+               k.counts[CHECK_WARN], k.counts[CHECK_WARN] == 1 ? "" : "s", k.counts[CHECK_FAIL],
+               k.counts[CHECK_FAIL] == 1 ? "" : "s", k.counts[CHECK_SKIP]);
     out_end(c, o);
     if (k.plan.pools != k.running.pools)
         free(k.plan.pools);

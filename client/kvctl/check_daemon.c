@@ -237,9 +237,9 @@ static void name_holders(struct check *k, const Kvd__Proto__PoolInfo *pool)
         text_duration(x->oldest_pin_age_s, age);
         check_fix(k,
                   "kvctl kill %u (ends pid %u, %s: it pins %" PRIu64
-                  " objects, %s, the oldest for %s)",
+                  " object%s, %s, the oldest for %s)",
                   x->session, x->pid, x->client && x->client[0] ? x->client : "unnamed",
-                  x->pinned_objects, size, age);
+                  x->pinned_objects, x->pinned_objects == 1 ? "" : "s", size, age);
         named++;
     }
 }

@@ -77,7 +77,7 @@ static const struct option_spec keys_options[] = {
 };
 
 static const struct option_spec evict_options[] = {
-    {"count", 'n', "N", "the N coldest objects"},
+    {"count", 'n', "N", "the N coldest objects; from memory only, copies in stores stay"},
     {"tenant", 't', "T", "all objects of tenant T"},
     {NULL, 0, NULL, NULL},
 };
@@ -101,7 +101,8 @@ static const struct option_spec spill_format_options[] = {
 
 static const struct option_spec spill_scrub_options[] = {
     {"rate", 0, "SIZE",
-     "read at most so much per second (default: as fast as nobody is disturbed)"},
+     "read at most so much per second; 0: no limit (default: as fast as possible without "
+     "slowing others)"},
     NO_WAIT,
     {NULL, 0, NULL, NULL},
 };
@@ -114,7 +115,7 @@ static const struct command commands[] = {
     {
         .heading = "Looking",
         .name = "status",
-        .summary = "state of the daemon, its spaces, pools and sockets",
+        .summary = "state of the daemon, its spaces, pools, stores and sockets",
         .help = "Exit status 4 when the daemon is not ready: degraded, starting or stopping.",
         .example = "kvctl status",
         .run = run_status,
@@ -236,8 +237,10 @@ static const struct command commands[] = {
         .min_args = 1,
         .max_args = ANY_NUMBER,
         .summary = "remove objects: these keys, the coldest, or a tenant's",
-        .help = "Give keys, or --count, or --tenant. Pinned objects stay. Exit status 5 when a key "
-                "was not there, 1 when it was pinned.",
+        .help = "Give keys, or --count, or --tenant. Keys and a tenant's objects are removed from "
+                "spill stores, too; --count makes room in memory only, and what has a copy in a "
+                "store can still be fetched. Pinned objects stay. Exit status 5 when a key was not "
+                "there, 1 when it was pinned.",
         .example = "kvctl evict demo/kv --count 1000",
         .options = evict_options,
         .run = run_evict,
@@ -248,6 +251,7 @@ static const struct command commands[] = {
         .min_args = 1,
         .max_args = 1,
         .summary = "remove all objects of a space that are not pinned",
+        .help = "From memory and from spill stores. Objects that are pinned or being written stay.",
         .example = "kvctl flush demo",
         .run = run_flush,
     },
@@ -272,7 +276,7 @@ static const struct command commands[] = {
             "RECORDS is how many objects fit, USED how many are there, QUEUED how many wait to be "
             "written to the pool's stores. WRITTEN counts what the device was given since the "
             "daemon began: watch it for wear. Below the table: what is wrong, and its fix. Exit "
-            "status 4 when a store is offline or read-only.",
+            "status 4 when a store is offline, read-only or waiting, or has a problem.",
         .example = "kvctl spill status demo/kv/nvme0",
         .run = run_spill_status,
     },
@@ -358,6 +362,7 @@ static const struct command commands[] = {
     },
     {
         .name = "spill",
+        .args = "[SUBCOMMAND]",
         .max_args = ANY_NUMBER,
         .summary = "the same as spill status",
         .help = "A spill store is a file or a block device in which objects of a pool go on living "
@@ -616,17 +621,18 @@ static void print_help(void)
     }
     puts("\nOptions:");
     print_options(global_options);
-    puts("\nA POOL is SPACE/NAME or a number; a KEY is 2 to 64 hexadecimal digits, and then\n"
-         "possibly :GROUP; a STORE is SPACE/POOL/NAME.\n\n"
-         "Exit status:\n"
-         "  0  done, or healthy\n"
-         "  1  failed\n"
-         "  2  wrong usage\n"
-         "  3  the daemon cannot be reached, or does not answer\n"
-         "  4  unhealthy: the daemon is not ready, a store is offline, or `check` found a failure\n"
-         "  5  there is no such pool, space, store, session or key\n"
-         "  6  refused: no permission\n\n"
-         "`kvctl COMMAND --help` has an example for each. Manual: kvctl(1).");
+    puts(
+        "\nA POOL is SPACE/NAME or a number; a KEY is 2 to 64 hexadecimal digits, and then\n"
+        "possibly :GROUP; a STORE is SPACE/POOL/NAME.\n\n"
+        "Exit status:\n"
+        "  0  done, or healthy\n"
+        "  1  failed\n"
+        "  2  wrong usage\n"
+        "  3  the daemon cannot be reached, or does not answer\n"
+        "  4  unhealthy: the daemon is not ready, a store is not well, or `check` found a failure\n"
+        "  5  there is no such pool, space, store, session, key or file\n"
+        "  6  refused: no permission\n\n"
+        "`kvctl COMMAND --help` has an example for each. Manual: kvctl(1).");
 }
 
 static int run_help(struct ctl *c, char **args, int n)
@@ -765,6 +771,8 @@ int run_completion(struct ctl *c, char **args, int n)
            "        words=\"$options");
     print_names(global_options);
     puts("\"\n"
+         "    elif [[ ${COMP_WORDS[COMP_CWORD - 1]} == --tier ]]; then\n"
+         "        words='ram nvme'\n"
          "    elif [[ -n $names ]]; then\n"
          "        words+=\" $(kvctl \"${socket[@]}\" \"$names\" --no-headers 2>/dev/null |\n"
          "            awk '$1 !~ /:$/ { print $1 }')\"\n"

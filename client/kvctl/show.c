@@ -548,7 +548,7 @@ static const struct out_column why_columns[] = {
     {"key", "name", OUT_TEXT, 0},
     {"pool", "pool", OUT_TEXT, 0},
     {"state", "state", OUT_TEXT, 0},
-    {"because", "detail", OUT_TEXT, 0},
+    {"because", "detail", OUT_TEXT, 0}, /* of what is gone */
     {"since", "age_s", OUT_DURATION, 0},
     {"tier", "tier", OUT_TEXT, 0},
     {"slot", "block.slot", OUT_NUMBER, 0},
@@ -557,6 +557,22 @@ static const struct out_column why_columns[] = {
     {"bytes", "block.bytes", OUT_SIZE, 0},
     {"pins", "block.pins", OUT_NUMBER, 0},
     {"writer", "block.session", OUT_NUMBER, 0},
+    {"position", "block.position", OUT_NUMBER, 0},
+    {"tenant", "block.tenant", OUT_NUMBER, 0},
+    {"parent", "block.parent", OUT_TEXT, 0},
+    {NULL, NULL, OUT_TEXT, 0},
+};
+
+/* In a store; what the daemon's detail says of it is here as well. */
+static const struct out_column why_stored_columns[] = {
+    {"key", "name", OUT_TEXT, 0},
+    {"pool", "pool", OUT_TEXT, 0},
+    {"state", "state", OUT_TEXT, 0},
+    {"tier", "tier", OUT_TEXT, 0},
+    {"store", "block.store", OUT_TEXT, 0},
+    {"record", "block.slot", OUT_NUMBER, 0},
+    {"since", "block.age_s", OUT_DURATION, 0},
+    {"bytes", "block.bytes", OUT_SIZE, 0},
     {"position", "block.position", OUT_NUMBER, 0},
     {"tenant", "block.tenant", OUT_NUMBER, 0},
     {"parent", "block.parent", OUT_TEXT, 0},
@@ -576,6 +592,7 @@ static int print_why(struct ctl *c, const struct pool_ref *pool, const Kvd__Prot
                      const Kvd__Proto__WhyReply *w)
 {
     struct json_object *o = out_document();
+    bool stored = w->block && strcmp(tier_of(w->block), "nvme") == 0;
 
     out_text(o, "pool", pool->name);
     add_name(o, key);
@@ -589,7 +606,7 @@ static int print_why(struct ctl *c, const struct pool_ref *pool, const Kvd__Prot
         fill_block(out_object(o, "block"), w->block, pool->name);
     }
     if (!c->json)
-        out_fields(c, o, why_columns);
+        out_fields(c, o, stored ? why_stored_columns : why_columns);
     out_end(c, o);
     return w->block ? EXIT_FINE : EXIT_NOT_FOUND;
 }

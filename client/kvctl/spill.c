@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* `kvctl spill`: the stores of the NVMe tier. Long actions run in the daemon; we look on. */
+#include <errno.h>
 #include <inttypes.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -272,7 +273,7 @@ static int judge(const struct errand *e, const Kvd__Proto__StoreStatus *x, char 
     } else if (t && t->status < 0) {
         describe(t->name, t->result && t->result[0] ? t->result : strerror(-t->status), x->fix,
                  text, size);
-        return EXIT_FAILED;
+        return t->status == -EROFS ? EXIT_UNHEALTHY : EXIT_FAILED; /* offline or read-only */
     } else if (store_is_unwell(x)) {
         describe(x->state, x->problem, x->fix, text, size);
         return EXIT_UNHEALTHY;
@@ -321,6 +322,20 @@ static bool is_scrubbed(const Kvd__Proto__StoreStatus *x)
     return x->task && x->task->running && strcmp(x->task->name, "scrub") == 0;
 }
 
+/* That a store is not online is no failure of the command, whoever finds it out. */
+static int begin_one(struct ctl *c, const struct errand *e, const Kvd__Proto__StoreStatus *x)
+{
+    struct control_reply reply;
+    int r = call(c, e, e->action, x->name, &reply);
+
+    if (r == 0)
+        control_reply_free(&reply);
+    if (r == EXIT_FAILED && strcmp(x->state, "online") != 0 &&
+        (e->action == SPILL(SCRUB) || e->action == SPILL(TRIM) || e->action == SPILL(SYNC)))
+        return EXIT_UNHEALTHY;
+    return r;
+}
+
 /* One by one, so that a store that refuses does not keep the others from it. */
 static int begin_all(struct ctl *c, struct errand *e)
 {
@@ -328,16 +343,13 @@ static int begin_all(struct ctl *c, struct errand *e)
 
     for (size_t i = 0; i < e->stores->n_stores; i++) {
         const Kvd__Proto__StoreStatus *x = e->stores->stores[i];
-        struct control_reply reply;
         int r;
 
         if (e->store ? strcmp(x->name, e->store) != 0 : e->action == SPILL(STOP) && !is_scrubbed(x))
             continue;
-        r = call(c, e, e->action, x->name, &reply);
+        r = begin_one(c, e, x);
         e->begun[i] = r == 0;
         worst = worse(worst, r);
-        if (r == 0)
-            control_reply_free(&reply);
         if (r == EXIT_UNREACHABLE)
             break;
     }
@@ -394,8 +406,8 @@ static int confirm(const Kvd__Proto__StoreStatus *x, bool force)
     snprintf(text, sizeof(text), "Store %s is %s (%s)", x->name, x->path, size);
     ctl_make_printable(text);
     fprintf(stderr,
-            "%s, with %" PRIu64 " objects of kvd.\nFormatting loses them%s. Format it? [y/N] ",
-            text, x->used, force ? ", and whatever else is there" : "");
+            "%s, with %" PRIu64 " object%s of kvd.\nFormatting loses them%s. Format it? [y/N] ",
+            text, x->used, x->used == 1 ? "" : "s", force ? ", and whatever else is there" : "");
     if (!fgets(answer, sizeof(answer), stdin) ||
         (strcmp(answer, "y\n") != 0 && strcmp(answer, "yes\n") != 0))
         return ctl_fail(EXIT_FAILED, "nothing was formatted");

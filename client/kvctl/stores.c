@@ -24,10 +24,12 @@ bool stores_try(struct ctl *c, struct control_reply *ret_reply)
 
 bool store_is_unwell(const Kvd__Proto__StoreStatus *s)
 {
-    if (strcmp(s->state, "online") == 0)
-        return false;
-    return strcmp(s->state, "offline") == 0 || strcmp(s->state, "read-only") == 0 ||
-           (s->problem && s->problem[0]);
+    static const char *const unwell[] = {"offline", "read-only", "waiting"};
+
+    for (size_t i = 0; i < sizeof(unwell) / sizeof(unwell[0]); i++)
+        if (strcmp(s->state, unwell[i]) == 0)
+            return true;
+    return s->problem && s->problem[0];
 }
 
 bool store_is_of(const Kvd__Proto__StoreStatus *s, const char *pool)

@@ -19,7 +19,7 @@ void stores_print(struct ctl *c, struct json_object *o, const Kvd__Proto__SpillR
 /* A problem of the daemon's speaks of the store. */
 bool store_is_mentioned(const Kvd__Proto__StatusReply *s, const char *store);
 
-/* It does not do what it should, and will not by itself. */
+/* It does not do what it should; perhaps it will by itself, but nobody knows when. */
 bool store_is_unwell(const Kvd__Proto__StoreStatus *s);
 
 /* The store belongs to the pool "SPACE/NAME". */

@@ -2,12 +2,14 @@
 #include "system.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
+#include <unistd.h>
 
 /* ---- files */
 
@@ -95,6 +97,31 @@ bool system_room(const struct system *s, const char *path, uint64_t *ret)
         return false;
     *ret = fs.f_blocks ? (uint64_t)fs.f_bavail * fs.f_frsize : UINT64_MAX; /* 0: without a limit */
     return true;
+}
+
+int system_stat(const struct system *s, const char *path, struct stat *ret)
+{
+    char full[PATH_MAX];
+
+    snprintf(full, sizeof(full), "%s%s", s->root, path);
+    return stat(full, ret) == 0 ? 0 : -errno;
+}
+
+int system_read(const struct system *s, const char *path, void *ret, size_t size, uint64_t offset)
+{
+    char full[PATH_MAX];
+    ssize_t n;
+    int fd, r;
+
+    snprintf(full, sizeof(full), "%s%s", s->root, path);
+    fd = open(full, O_RDONLY | O_CLOEXEC | O_NOCTTY | O_NONBLOCK);
+    memset(ret, 0, size);
+    if (fd < 0)
+        return -errno;
+    n = pread(fd, ret, size, (off_t)offset);
+    r = n < 0 ? -errno : 0;
+    close(fd);
+    return r;
 }
 
 uint64_t system_allocated(const struct system *s, const char *path)

@@ -9,6 +9,7 @@
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/stat.h>
 #include <sys/types.h>
 
 struct system {
@@ -32,6 +33,10 @@ bool system_is_directory(const struct system *s, const char *path);
 
 /* Bytes free on the file system that holds path. */
 bool system_room(const struct system *s, const char *path, uint64_t *ret);
+
+/* stat(2) and the first bytes of a file; 0, or a negative errno. Of a shorter file the rest is zeros. */
+int system_stat(const struct system *s, const char *path, struct stat *ret);
+int system_read(const struct system *s, const char *path, void *ret, size_t size, uint64_t offset);
 
 /* Bytes that a file takes of its file system; 0: it is not there. */
 uint64_t system_allocated(const struct system *s, const char *path);

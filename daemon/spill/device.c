@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/stat.h>
 #include <sys/utsname.h>
 #include <unistd.h>
 
@@ -27,6 +28,9 @@
 #define LOAD_BATCH   512u
 #define LOAD_ROUNDS  16u
 #define SUPER_TRIES  16u
+
+/* So long a lock is waited for before it is worth a word. */
+#define WAITING_NS 1000000000u
 
 /* A reservoir of so much time: what was not written lately may be made up for. */
 #define BURST_NS    250000000u
@@ -44,6 +48,26 @@ static struct log *log_of(const struct store *st)
               &(struct log_fields){.space = (st)->spill->pool->space->name,                        \
                                    .pool = (st)->spill->pool->name},                               \
               __VA_ARGS__)
+
+static const char *state_name(const struct store *st)
+{
+    struct store_progress p;
+
+    switch (st->state) {
+    case STORE_ONLINE:
+        return st->read_only ? "read-only" : "online";
+    case STORE_OFFLINE:
+    case STORE_CLOSING:
+        return "offline";
+    case STORE_STARTING:
+        break;
+    }
+    store_task_progress(st->task, &p);
+    return p.phase == STORE_LOCKING      ? "waiting"
+           : p.phase == STORE_FORMATTING ? "formatting"
+           : p.phase == STORE_READING    ? "reading"
+                                         : "opening";
+}
 
 bool store_usable(const struct store *st)
 {
@@ -167,11 +191,11 @@ void store_failed(struct store *st, int error, const char *fix, const char *fmt,
         st->read_only = true;
         snprintf(st->fix, sizeof(st->fix), "make room, then `kvctl spill online %s`",
                  st->full_name);
-        store_log(st, LOG_ERR, "store %s is read-only: %s; fix: %s", st->name, why, st->fix);
+        store_log(st, LOG_ERR, "store %s is read-only: %s; fix: %s", st->full_name, why, st->fix);
         return;
     }
-    store_log(st, LOG_ERR, "store %s goes offline: %s; ram goes on without it%s%s", st->name, why,
-              st->fix[0] ? "; fix: " : "", st->fix);
+    store_log(st, LOG_ERR, "store %s goes offline: %s; ram goes on without it%s%s", st->full_name,
+              why, st->fix[0] ? "; fix: " : "", st->fix);
     close_store(st);
 }
 
@@ -258,6 +282,7 @@ static void set_all_free(struct store *st, uint32_t n)
 int store_start(struct store *st, enum store_job job, bool force)
 {
     struct store_spec spec = {
+        .name = st->full_name,
         .path = st->path,
         .bytes = st->bytes,
         .epoch = st->spill->pool->space->epoch,
@@ -281,8 +306,11 @@ int store_start(struct store *st, enum store_job job, bool force)
         return r;
     }
     st->job = job;
+    st->forced = force;
     st->state = STORE_STARTING;
-    st->problem[0] = st->fix[0] = 0;
+    if (job != STORE_FORMAT) /* a format that is refused must not hide what is wrong */
+        st->problem[0] = st->fix[0] = 0;
+    st->cancelled = st->told_waiting = false;
     st->read_only = false;
     st->failures = 0;
     task_begun(st, job == STORE_FORMAT ? "format" : "open", "bytes", 0);
@@ -361,7 +389,8 @@ static int settle_epoch(struct store *st)
         st->problem, sizeof(st->problem),
         "it came after the space was in use, and its epoch %u cannot be told from the space's %u",
         epoch, space->epoch);
-    snprintf(st->fix, sizeof(st->fix), "restart kvd, or `kvctl spill format %s`", st->full_name);
+    snprintf(st->fix, sizeof(st->fix), "restart kvd, or `kvctl spill format %s --force`",
+             st->full_name);
     return -ESTALE;
 }
 
@@ -384,14 +413,42 @@ static int take_up(struct store *st)
     return r == 0 ? make_io(st) : r;
 }
 
+/* What lies behind the configured size would neither be found nor erased, and come back one day. */
+static int check_size(struct store *st)
+{
+    const struct format_super *super = &st->file.super;
+
+    if (super->records > st->planned) {
+        snprintf(st->problem, sizeof(st->problem),
+                 "it was made for %llu objects, and its configured size is for %u",
+                 (unsigned long long)super->records, st->planned);
+        snprintf(st->fix, sizeof(st->fix),
+                 "size = %lluM as before, or `kvctl spill format %s --force`",
+                 (unsigned long long)(super->bytes + (1u << 20) - 1) >> 20, st->full_name);
+        return -EFBIG;
+    }
+    if (st->bytes && super->records < st->planned)
+        store_log(
+            st, LOG_WARNING,
+            "store %s has room for %llu objects, not the %u of its configured size; fix: `kvctl "
+            "spill format %s --force` makes it anew",
+            st->full_name, (unsigned long long)super->records, st->planned, st->full_name);
+    return 0;
+}
+
 static void opened(struct store *st, uint64_t broken)
 {
-    int r = take_up(st);
+    int r;
 
+    st->problem[0] = st->fix[0] = 0;
+    r = check_size(st);
+    if (r == 0)
+        r = take_up(st);
     if (r < 0) {
         if (!st->problem[0])
-            snprintf(st->problem, sizeof(st->problem), "cannot be used: %s", strerror(-r));
-        store_log(st, LOG_ERR, "store %s: %s%s%s", st->name, st->problem,
+            snprintf(st->problem, sizeof(st->problem), "%s cannot be used: %s%s%s", st->path,
+                     strerror(-r), st->note[0] ? ": " : "", st->note);
+        store_log(st, LOG_ERR, "store %s is offline: %s%s%s", st->full_name, st->problem,
                   st->fix[0] ? "; fix: " : "", st->fix);
         task_ended(st, r, "%s", st->problem);
         st->state = STORE_CLOSING; /* nothing is in flight */
@@ -403,25 +460,39 @@ static void opened(struct store *st, uint64_t broken)
     st->spill->purging = true; /* what other epochs have left */
     st->spill->purge_cursor = 0;
     spill_consider_all(st->spill);
-    task_ended(st, 0, "%u of %u objects found%s", st->used, st->records,
-               broken ? "; some records were damaged" : "");
-    store_log(st, LOG_INFO, "store %s (%s): %u of %u objects, epoch %u, %s%s%s", st->name, st->path,
-              st->used, st->records, st->file.super.epoch, st->io_text, st->note[0] ? "; " : "",
-              st->note);
+    if (st->job == STORE_FORMAT)
+        task_ended(st, 0, "formatted, with room for %u objects", st->records);
+    else
+        task_ended(st, 0, "%u of %u objects found%s", st->used, st->records,
+                   broken ? "; some records were damaged" : "");
+    store_log(st, LOG_INFO, "store %s (%s) is online: %s%u of %u objects, epoch %u, %s%s%s",
+              st->full_name, st->path, st->job == STORE_FORMAT ? "formatted, " : "", st->used,
+              st->records, st->file.super.epoch, st->io_text, st->note[0] ? "; " : "", st->note);
     if (broken)
         store_log(st, LOG_WARNING,
-                  "store %s: %llu records of its table make no sense; they are free", st->name,
+                  "store %s: %llu records of its table make no sense; they are free", st->full_name,
                   (unsigned long long)broken);
 }
 
 static void failed(struct store *st, int error, const char *why)
 {
+    int then = st->then;
+
     st->state = STORE_OFFLINE;
-    snprintf(st->problem, sizeof(st->problem), "%s", why);
+    if (st->job != STORE_FORMAT || st->forced || !st->problem[0])
+        snprintf(st->problem, sizeof(st->problem), "%s", why);
     st->dropping = true;
     st->drop_cursor = 0;
     task_ended(st, error, "%s", why);
-    store_log(st, LOG_ERR, "store %s is offline: %s", st->name, why);
+    if (st->cancelled) {
+        snprintf(st->problem, sizeof(st->problem), "an administrator said so");
+        snprintf(st->fix, sizeof(st->fix), "`kvctl spill online %s`", st->full_name);
+    } else {
+        store_log(st, LOG_ERR, "store %s is offline: %s", st->full_name, why);
+    }
+    st->then = -1;
+    if (then >= 0)
+        store_start(st, (enum store_job)then, st->then_force);
 }
 
 static bool load_some(struct store *st)
@@ -449,6 +520,23 @@ static void trimmed(struct store *st, int r, const char *why)
         task_ended(st, 0, "%u free slots were discarded", st->records - st->used);
 }
 
+/* A predecessor's I/O is over in a moment; what lasts longer, people should know of. */
+static void tell_waiting(struct store *st)
+{
+    if (!st->told_waiting) {
+        st->told_waiting = true;
+        st->waits_ns = nvme_now(st->nvme);
+    }
+    if (st->problem[0] || nvme_now(st->nvme) - st->waits_ns < WAITING_NS)
+        return;
+    snprintf(
+        st->problem, sizeof(st->problem),
+        "it waits for its lock: another kvd uses %s, or I/O of one that was killed is not over",
+        st->path);
+    snprintf(st->fix, sizeof(st->fix), "stop the other one, or give this one another path");
+    store_log(st, LOG_WARNING, "store %s: %s; fix: %s", st->full_name, st->problem, st->fix);
+}
+
 /* True: more news wait. */
 static bool run_task(struct store *st)
 {
@@ -462,6 +550,8 @@ static bool run_task(struct store *st)
     store_task_progress(st->task, &p);
     st->last_task.done = p.done;
     st->last_task.total = p.total;
+    if (p.phase == STORE_LOCKING)
+        tell_waiting(st);
     r = store_task_result(st->task, &file, why, sizeof(why));
     if (r == -EINPROGRESS)
         return false;
@@ -503,6 +593,8 @@ static void write_super(struct store *st)
 
 void store_super_done(struct store *st, uint32_t generation, int64_t result)
 {
+    char fix[384];
+
     if (generation != st->super_generation || !st->super_issued)
         return;
     st->super_issued = false;
@@ -520,9 +612,11 @@ void store_super_done(struct store *st, uint32_t generation, int64_t result)
         return;
     }
     st->super_copy = -1;
-    store_failed(st, result < 0 ? (int)result : -EIO,
-                 "the space was reset since: `kvctl spill format` before it is used again",
-                 "its superblock cannot be written: %s", strerror(result < 0 ? (int)-result : EIO));
+    snprintf(fix, sizeof(fix),
+             "the space was reset since: `kvctl spill format %s --force` before it is used again",
+             st->full_name);
+    store_failed(st, result < 0 ? (int)result : -EIO, fix, "its superblock cannot be written: %s",
+                 strerror(result < 0 ? (int)-result : EIO));
 }
 
 static void run_super(struct store *st)
@@ -546,7 +640,7 @@ bool spill_reset_done(const struct space *s)
         const struct spill *x = s->pools[i]->spill;
 
         for (uint32_t k = 0; x && k < x->n_stores; k++)
-            if (x->stores[k]->state == STORE_ONLINE && x->stores[k]->file.super.epoch != s->epoch)
+            if (x->stores[k]->state != STORE_OFFLINE && x->stores[k]->file.super.epoch != s->epoch)
                 return false;
     }
     return true;
@@ -561,6 +655,13 @@ void spill_reset(struct pool *p)
     atomic_store_explicit(&p->nvme_index->epoch, p->space->epoch, memory_order_release);
     s->purging = true;
     s->purge_cursor = 0;
+    for (uint32_t i = 0; i < s->n_stores; i++)
+        if (s->stores[i]->state != STORE_ONLINE)
+            store_log(
+                s->stores[i], LOG_WARNING,
+                "store %s is not online and does not know of the reset; what it holds could be hit "
+                "after the host has restarted; fix: `kvctl spill online %s`, or format it",
+                s->stores[i]->full_name, s->stores[i]->full_name);
 }
 
 /* ---- scrub */
@@ -617,7 +718,8 @@ void scrub_done(struct transfer *t)
         record_forget(s, t->record);
     }
     record_read_end(st, t->record);
-    store_count(st, error);
+    if (!t->counted)
+        store_count(st, error);
     transfer_free(t);
 }
 
@@ -633,10 +735,13 @@ static void run_sync(struct store *st)
     if (left > st->last_task.total)
         st->last_task.total = left;
     st->last_task.done = st->last_task.total - left;
-    if (left)
+    if (left && store_writable(st))
         return;
     st->syncing = false;
-    task_ended(st, 0, "everything is written");
+    if (store_writable(st))
+        task_ended(st, 0, "everything is written");
+    else
+        task_ended(st, -EROFS, "it is %s: nothing can be written to it", state_name(st));
 }
 
 bool store_run(struct store *st)
@@ -693,31 +798,19 @@ void store_free(struct store *st)
 
 /* ---- for administrators */
 
-static const char *state_name(const struct store *st)
-{
-    struct store_progress p;
-
-    switch (st->state) {
-    case STORE_ONLINE:
-        return st->read_only ? "read-only" : "online";
-    case STORE_OFFLINE:
-    case STORE_CLOSING:
-        return "offline";
-    case STORE_STARTING:
-        break;
-    }
-    store_task_progress(st->task, &p);
-    return p.phase == STORE_LOCKING      ? "waiting"
-           : p.phase == STORE_FORMATTING ? "formatting"
-           : p.phase == STORE_READING    ? "reading"
-                                         : "opening";
-}
-
 static uint64_t reading(const struct store *st)
 {
     uint64_t n = st->n_transfers - st->scrub_running;
 
     return n > st->spill->writing ? n - st->spill->writing : 0;
+}
+
+static bool is_deleted(const struct store *st)
+{
+    struct stat x;
+
+    return st->state == STORE_ONLINE && !st->file.device && fstat(st->file.fd, &x) == 0 &&
+           x.st_nlink == 0;
 }
 
 void store_status(const struct store *st, struct store_status *ret)
@@ -746,6 +839,13 @@ void store_status(const struct store *st, struct store_status *ret)
     snprintf(ret->name, sizeof(ret->name), "%s", st->full_name);
     if (st->state == STORE_CLOSING && !ret->problem)
         ret->problem = "it waits for what is with the device";
+    if (is_deleted(st)) {
+        ret->problem = "its file has been deleted: what is written to it is lost when kvd stops";
+        snprintf(ret->fix_text, sizeof(ret->fix_text),
+                 "`kvctl spill offline %s`, then `kvctl spill online %s` makes a new one",
+                 st->full_name, st->full_name);
+        ret->fix = ret->fix_text;
+    }
 }
 
 const struct store_stats *store_stats(const struct store *st)
@@ -769,13 +869,15 @@ static int refuse(char *ret_why, size_t n, int error, const char *fmt, ...)
 static int begin_format(struct store *st, bool force, char *ret_why, size_t n)
 {
     if (st->used && !force)
-        return refuse(ret_why, n, -EEXIST, "it holds %u objects, which would be lost; say --force",
-                      st->used);
+        return refuse(ret_why, n, -EEXIST,
+                      "it holds %u objects, which would be lost; fix: `kvctl spill format %s "
+                      "--force` if nobody needs them",
+                      st->used, st->full_name);
     if (st->state == STORE_OFFLINE)
         return store_start(st, STORE_FORMAT, force);
     if (st->state == STORE_STARTING)
         return refuse(ret_why, n, -EBUSY,
-                      "it is being opened; wait, or `kvctl spill offline` first");
+                      "it is being opened; wait, or `kvctl spill offline %s` first", st->full_name);
     st->then = STORE_FORMAT;
     st->then_force = true; /* ours, and empty or given up */
     snprintf(st->problem, sizeof(st->problem), "it is being formatted");
@@ -784,13 +886,24 @@ static int begin_format(struct store *st, bool force, char *ret_why, size_t n)
     return 0;
 }
 
+static int check_idle(const struct store *st, char *ret_why, size_t n)
+{
+    if (st->state != STORE_ONLINE)
+        return refuse(ret_why, n, -ENODEV, "it is %s%s%s", state_name(st),
+                      st->problem[0] ? ": " : "", st->problem);
+    if (st->task || st->last_task.running)
+        return refuse(ret_why, n, -EBUSY, "%s is running on it", st->last_task.name);
+    return 0;
+}
+
 static int begin_trim(struct store *st, char *ret_why, size_t n)
 {
     uint8_t *bits;
     int r;
 
-    if (st->state != STORE_ONLINE || st->task || st->last_task.running)
-        return refuse(ret_why, n, -EBUSY, "it is not online, or something else is running on it");
+    r = check_idle(st, ret_why, n);
+    if (r < 0)
+        return r;
     /* The file may have more slots than the configuration: those are left alone. */
     bits = calloc(1, st->file.super.records / 8 + 8);
     if (!bits)
@@ -808,8 +921,10 @@ static int begin_trim(struct store *st, char *ret_why, size_t n)
 
 static int begin_scrub(struct store *st, uint64_t rate, char *ret_why, size_t n)
 {
-    if (st->state != STORE_ONLINE || st->last_task.running)
-        return refuse(ret_why, n, -EBUSY, "it is not online, or something else is running on it");
+    int r = check_idle(st, ret_why, n);
+
+    if (r < 0)
+        return r;
     st->scrubbing = true;
     st->scrub_cursor = 0;
     st->scrub_rate = rate;
@@ -823,10 +938,16 @@ static int go_online(struct store *st, char *ret_why, size_t n)
     if (st->state == STORE_ONLINE && st->read_only) {
         st->read_only = false;
         st->problem[0] = st->fix[0] = 0;
+        spill_consider_all(st->spill);
+        store_log(st, LOG_INFO, "store %s is written to again", st->full_name);
         return 0;
     }
     if (st->state == STORE_ONLINE)
         return 0;
+    if (st->state == STORE_STARTING && st->cancelled) {
+        st->then = STORE_OPEN;
+        return 0;
+    }
     if (st->state == STORE_STARTING)
         return refuse(ret_why, n, -EALREADY, "it is being opened");
     if (st->state == STORE_CLOSING) {
@@ -840,8 +961,10 @@ static int go_online(struct store *st, char *ret_why, size_t n)
 static int go_offline(struct store *st)
 {
     st->then = -1;
-    if (st->state == STORE_STARTING)
+    if (st->state == STORE_STARTING) {
+        st->cancelled = true;
         store_task_cancel(st->task);
+    }
     if (st->state == STORE_ONLINE) {
         snprintf(st->problem, sizeof(st->problem), "an administrator said so");
         snprintf(st->fix, sizeof(st->fix), "`kvctl spill online %s`", st->full_name);
@@ -852,9 +975,10 @@ static int go_offline(struct store *st)
 
 static int begin_sync(struct store *st, char *ret_why, size_t n)
 {
+    if (st->state == STORE_STARTING)
+        return refuse(ret_why, n, -EBUSY, "it is %s", state_name(st));
     if (st->last_task.running)
-        return refuse(ret_why, n, -EBUSY, "something else is running on it: %s",
-                      st->last_task.name);
+        return refuse(ret_why, n, -EBUSY, "%s is running on it", st->last_task.name);
     st->syncing = true;
     task_begun(st, "sync", "objects", 0);
     run_sync(st);

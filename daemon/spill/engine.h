@@ -56,6 +56,7 @@ struct spill_slot {
     uint8_t state; /* enum spilled */
     bool touched;  /* used since its commit */
     bool orphan;   /* counted as one */
+    bool awaited;  /* not LIVE yet, and children wait for it */
     uint32_t record;
     struct transfer *transfer; /* writing, reading */
 };
@@ -148,7 +149,7 @@ struct store {
 
     enum store_state state;
     bool read_only;
-    char problem[512], fix[256], note[256], io_text[96];
+    char problem[512], fix[512], note[256], io_text[96];
     struct store_task *task;
     enum store_job job;
     struct store_file file; /* fd -1: closed */
@@ -172,6 +173,7 @@ struct store {
     uint32_t in_io, in_write; /* pieces with the device; of them, writes */
     uint32_t busy_pieces;
     struct sectors *sectors;
+    uint32_t erase_tries; /* that have failed in a row */
     uint32_t
         *erase; /* records to be erased whose sector has no room, or while the store is opened */
     size_t n_erase, max_erase;
@@ -210,6 +212,10 @@ struct store {
     bool was_online; /* in this run: its epoch is ours */
     int then;        /* what follows when it is offline: an enum store_job, -1: nothing */
     bool then_force;
+    bool forced;    /* the format that is running */
+    bool cancelled; /* while it is being opened */
+    bool told_waiting;
+    uint64_t waits_ns; /* for the lock, since */
     struct store_stats stats;
 };
 
@@ -275,6 +281,8 @@ struct transfer {
     bool cancelled;            /* nobody wants it; it was not begun */
     struct format_record meta; /* write: what will be stored; read: what the table says */
     uint8_t user[SHM_USER_BYTES];
+    bool asked;                               /* for its record */
+    bool counted;                             /* its failure has been counted against the device */
     bool have_record, have_user, pieces_done; /* read */
     uint32_t parent, parent_use; /* write: its record must not come before this one's */
     struct list in_sector, in_user_sector;

@@ -23,7 +23,11 @@
 #define CHECK_HELD_NS 50000000u
 
 /* Holds of a session in a pool: who asks for more lets go of the oldest. */
-#define HELD_MAX 65536u
+#define HELD_MAX 16384u
+
+/* Keys that a session waits for in a pool; and how long at most. */
+#define WAITING_MAX  16384u
+#define DEADLINE_MAX 600000u /* ms */
 
 static void hold(struct pool *p, uint32_t slot, int by)
 {
@@ -132,6 +136,7 @@ static void hold_for(struct waiter *w, uint32_t slot)
 
 static void answered(struct waiter *w, int status, uint32_t slot)
 {
+    w->attach->n_waiting--;
     list_remove(&w->in_transfer);
     list_remove(&w->in_nvme);
     w->state = WAITER_IDLE;
@@ -146,8 +151,8 @@ static struct waiter *waiter_new(struct attach *a, const struct fetch_ask *ask)
 {
     struct nvme *n = a->pool->core->nvme;
     struct waiter *w = calloc(1, sizeof(*w));
-    uint64_t ns =
-        ask->deadline_ms ? (uint64_t)ask->deadline_ms * 1000000 : n->options.fetch_deadline_ns;
+    uint32_t ms = ask->deadline_ms < DEADLINE_MAX ? ask->deadline_ms : DEADLINE_MAX;
+    uint64_t ns = ms ? (uint64_t)ms * 1000000 : n->options.fetch_deadline_ns;
 
     if (!w)
         return NULL;
@@ -163,6 +168,14 @@ static struct waiter *waiter_new(struct attach *a, const struct fetch_ask *ask)
     return w;
 }
 
+/* What is held counts as pinned. */
+static bool may_hold(const struct attach *a)
+{
+    uint64_t max = a->pool->space->max_pinned_bytes;
+
+    return !max || (a->n_held + a->n_waiting + 1) * a->pool->part_bytes * a->pool->parts <= max;
+}
+
 /* It is in ram: held, and the status is the answer. */
 static int hold_resident(struct attach *a, const struct fetch_ask *ask, uint32_t slot)
 {
@@ -170,7 +183,7 @@ static int hold_resident(struct attach *a, const struct fetch_ask *ask, uint32_t
     struct waiter *w;
 
     slot_touch(a->pool, slot);
-    if (!n || pool_hold_new(a->pool) < 0)
+    if (!n || !may_hold(a) || pool_hold_new(a->pool) < 0)
         return 0;
     w = waiter_new(a, ask);
     if (!w)
@@ -182,10 +195,11 @@ static int hold_resident(struct attach *a, const struct fetch_ask *ask, uint32_t
 
 static int join(struct attach *a, const struct fetch_ask *ask, struct transfer *t)
 {
-    struct waiter *w = waiter_new(a, ask);
+    struct waiter *w = a->n_waiting < WAITING_MAX ? waiter_new(a, ask) : NULL;
 
     if (!w)
-        return -ENOMEM;
+        return a->n_waiting < WAITING_MAX ? -ENOMEM : -EDQUOT;
+    a->n_waiting++;
     w->state = WAITER_WAITING;
     w->transfer = t;
     list_append(&t->waiters, &w->in_transfer);
@@ -334,14 +348,13 @@ static void count(struct spill_stats *c, int status)
 
 static int check_quota(const struct attach *a)
 {
-    uint64_t max = a->pool->space->max_reserved, n = 0;
-    const struct list *i;
+    uint64_t max = a->pool->space->max_reserved;
 
-    if (session_over_quota(a->session, a->pool->space))
+    if (session_over_quota(a->session, a->pool->space) || !may_hold(a))
         return -EDQUOT;
-    for (i = a->waiters.next; max && i != &a->waiters; i = i->next)
-        n++;
-    return max && n + session_reserved_in(a->session, a->pool->space) >= max ? -EDQUOT : 0;
+    return max && a->n_waiting + a->n_held + session_reserved_in(a->session, a->pool->space) >= max
+               ? -EDQUOT
+               : 0;
 }
 
 static int fetch_absent(struct attach *a, const struct fetch_ask *ask)
@@ -434,7 +447,11 @@ static void finish(struct transfer *t, int error)
         st->stats.read_bytes += t->meta.bytes * p->parts;
     }
     record_read_end(st, t->record);
-    store_count(st, device);
+    if (st->state != STORE_ONLINE && !s->records[t->record].reads &&
+        s->records[t->record].use == t->use)
+        record_free(s, t->record); /* it closes, and the others have been dropped before */
+    if (!t->counted)
+        store_count(st, device);
     tell_all(t, is_lost(error) ? -EIO : error, slot);
     transfer_free(t);
 }
@@ -566,13 +583,13 @@ static void check_held(struct nvme *n, uint64_t now)
 
     if (now < n->next_held_ns)
         return;
-    n->next_held_ns = now + CHECK_HELD_NS;
     kvd_list_for_each (i, tmp, &n->held) {
         struct waiter *w = list_entry(i, struct waiter, in_nvme);
 
         if (now >= w->until_ns || has_pinned(w))
             waiter_free(w);
     }
+    n->next_held_ns = now + CHECK_HELD_NS + 20 * (nvme_now(n) - now);
 }
 
 bool spill_let_go(struct pool *p)
@@ -604,7 +621,6 @@ void fetches_check(struct nvme *n)
 
     if (now < n->next_check_ns)
         return;
-    n->next_check_ns = now + CHECK_NS;
     kvd_list_for_each (i, tmp, &n->waiting) {
         struct waiter *w = list_entry(i, struct waiter, in_nvme);
 
@@ -621,4 +637,6 @@ void fetches_check(struct nvme *n)
             sweep(st, false, -ECANCELED);
         st->swept = false;
     }
+    n->next_check_ns =
+        now + CHECK_NS + 20 * (nvme_now(n) - now); /* a twentieth of the core's time */
 }

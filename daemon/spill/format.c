@@ -298,8 +298,8 @@ int format_super_decode(const uint8_t bytes[FORMAT_SUPER_BYTES], struct format_s
     if (get32(w->version) != FORMAT_VERSION)
         return -EPROTONOSUPPORT;
     super_read(w, &s);
-    if (!super_holds(&s) || get32(w->record_bytes) != FORMAT_RECORD_BYTES ||
-        !all_zero(w->zero, sizeof(w->zero)))
+    if (!super_holds(&s) || s.epoch > FORMAT_EPOCH_MAX ||
+        get32(w->record_bytes) != FORMAT_RECORD_BYTES || !all_zero(w->zero, sizeof(w->zero)))
         return -EINVAL;
     *ret = s;
     return 0;
@@ -311,6 +311,36 @@ static int differs(char *why, size_t n, const char *what, const char *store, con
     return -EMEDIUMTYPE;
 }
 
+const char *format_size(uint64_t bytes, bool exact, char buf[static FORMAT_SIZE_TEXT])
+{
+    static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB"};
+    unsigned unit = 0, shift;
+
+    while (unit < 4 && bytes >> 10 * (unit + 1) && !(exact && bytes >> 10 * unit & 1023))
+        unit++;
+    shift = 10 * unit;
+    if (bytes & ((1ull << shift) - 1) && bytes >> shift < 100)
+        snprintf(buf, FORMAT_SIZE_TEXT, "%.1f %s", (double)bytes / (double)(1ull << shift),
+                 units[unit]);
+    else
+        snprintf(buf, FORMAT_SIZE_TEXT, "%llu %s", (unsigned long long)(bytes >> shift),
+                 units[unit]);
+    return buf;
+}
+
+static int slots_differ(const struct format_geometry *store, const struct format_geometry *pool,
+                        char *ret_why, size_t why_bytes)
+{
+    char was[FORMAT_SIZE_TEXT], is[FORMAT_SIZE_TEXT];
+
+    snprintf(ret_why, why_bytes,
+             "the store has slots of %s (%u part%s), this pool of %s (%u part%s)",
+             format_size(store->part_bytes * store->parts, true, was), store->parts,
+             store->parts == 1 ? "" : "s", format_size(pool->part_bytes * pool->parts, true, is),
+             pool->parts, pool->parts == 1 ? "" : "s");
+    return -EMEDIUMTYPE;
+}
+
 int format_compare(const struct format_geometry *store, const struct format_geometry *pool,
                    char *ret_why, size_t why_bytes)
 {
@@ -318,13 +348,8 @@ int format_compare(const struct format_geometry *store, const struct format_geom
         return differs(ret_why, why_bytes, "space", store->space, pool->space);
     if (memcmp(store->pool, pool->pool, sizeof(store->pool)) != 0)
         return differs(ret_why, why_bytes, "pool", store->pool, pool->pool);
-    if (store->part_bytes != pool->part_bytes || store->parts != pool->parts) {
-        snprintf(ret_why, why_bytes,
-                 "the store has slots of %u parts of %llu bytes, this pool %u parts of %llu bytes",
-                 store->parts, (unsigned long long)store->part_bytes, pool->parts,
-                 (unsigned long long)pool->part_bytes);
-        return -EMEDIUMTYPE;
-    }
+    if (store->part_bytes != pool->part_bytes || store->parts != pool->parts)
+        return slots_differ(store, pool, ret_why, why_bytes);
     if (memcmp(store->identity, pool->identity, sizeof(store->identity)) != 0) {
         snprintf(ret_why, why_bytes,
                  "the store was filled by another model or key scheme of the same name (weights "

@@ -32,7 +32,9 @@
 #define FORMAT_SECTOR       4096u /* table and user table are written in units of it */
 #define FORMAT_IN_SECTOR    (FORMAT_SECTOR / FORMAT_RECORD_BYTES) /* 32 */
 #define FORMAT_PIECE        1048576u /* transfers and digests are cut at multiples of it within a part */
-#define FORMAT_RECORDS_MAX  (SHM_SLOTS_MAX - 1)
+/* Epochs count up and never wrap: nobody resets a space four billion times. */
+#define FORMAT_EPOCH_MAX   0xf0000000u
+#define FORMAT_RECORDS_MAX (SHM_SLOTS_MAX - 1)
 
 /* What must be equal for a store to be used by a pool. */
 struct format_geometry {
@@ -66,6 +68,12 @@ int format_super_decode(const uint8_t bytes[FORMAT_SUPER_BYTES], struct format_s
 /* Are they equal? 0, or -EMEDIUMTYPE with a sentence that says which is different, and how. */
 int format_compare(const struct format_geometry *store, const struct format_geometry *pool,
                    char *ret_why, size_t why_bytes);
+
+#define FORMAT_SIZE_TEXT 32
+
+/* "64 KiB", for people; `exact`: in the largest unit in which it is a whole number, else with one digit
+ * behind the point. Returns buf. */
+const char *format_size(uint64_t bytes, bool exact, char buf[static FORMAT_SIZE_TEXT]);
 
 struct format_record {
     struct shm_key key, parent;

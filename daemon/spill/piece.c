@@ -368,6 +368,7 @@ static bool begin(struct store *st, struct transfer *t)
  * the transfer. */
 static bool read_record(struct transfer *t)
 {
+    t->asked = true;
     t->running++; /* it must not end meanwhile */
     sector_read(t, false);
     if (!t->error && t->store->spill->records[t->record].has_user)
@@ -390,7 +391,7 @@ static void begin_from(struct store *st, struct list *queue, bool writes, uint32
             list_remove(&t->in_store);
             continue;
         }
-        if (!t->next && t->kind != TRANSFER_WRITE && !read_record(t))
+        if (!t->asked && t->kind != TRANSFER_WRITE && !read_record(t))
             continue;
         if (!begin(st, t))
             return;

@@ -328,9 +328,12 @@ void record_load(struct store *st, const struct store_loaded *l)
         return;
     other = record_find(s, &m->key, m->epoch);
     if (other != NO_RECORD) {
-        if ((int32_t)(m->generation - s->records[other].use) <= 0 || s->records[other].reads)
+        if ((int32_t)(m->generation - s->records[other].use) <= 0 || s->records[other].reads) {
+            sector_erase(st, r); /* else it would outlive the other one's removal */
             return;
+        }
         record_free(s, other);
+        sector_erase(record_store_of(s, other), other);
     }
     s->records[r] = (struct record){.parent = NO_RECORD, .slot = SLOT_NONE, .use = m->generation};
     if (insert(s, r, m) < 0)
@@ -498,6 +501,14 @@ bool spill_has(const struct pool *p, const struct shm_key *key, uint32_t epoch)
     return p->spill && record_find(p->spill, key, epoch) != NO_RECORD;
 }
 
+const char *spill_away(const struct pool *p)
+{
+    for (uint32_t i = 0; p->spill && i < p->spill->n_stores; i++)
+        if (p->spill->stores[i]->state != STORE_ONLINE)
+            return p->spill->stores[i]->full_name;
+    return NULL;
+}
+
 const char *spill_store_of(const struct pool *p, uint32_t slot)
 {
     const struct spill *s = p->spill;
@@ -568,7 +579,14 @@ uint32_t spill_remove(struct pool *p, const struct shm_key *key, uint32_t epoch)
     return r == NO_RECORD ? 0 : remove_record(p->spill, r);
 }
 
-uint32_t spill_remove_tenant(struct pool *p, uint32_t tenant, uint32_t *cursor)
+static bool is_meant(const struct record *x, const uint32_t *tenant)
+{
+    if (x->state == RECORD_FREE)
+        return false;
+    return tenant ? x->tenant == *tenant : x->slot == SLOT_NONE;
+}
+
+uint32_t spill_remove_tenant(struct pool *p, const uint32_t *tenant, uint32_t *cursor)
 {
     struct spill *s = p->spill;
     uint32_t n = 0, i = *cursor, end;
@@ -579,7 +597,7 @@ uint32_t spill_remove_tenant(struct pool *p, uint32_t tenant, uint32_t *cursor)
     }
     end = s->n_records - i < STEP ? s->n_records : i + STEP;
     for (; i < end; i++)
-        if (s->records[i].state != RECORD_FREE && s->records[i].tenant == tenant)
+        if (is_meant(&s->records[i], tenant))
             n += remove_record(s, i);
     *cursor = end < s->n_records ? end : 0;
     return n;

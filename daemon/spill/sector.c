@@ -17,6 +17,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "daemon/log.h"
 #include "daemon/spill/engine.h"
 
 #define SECTORS 64u
@@ -29,8 +30,12 @@
 #define GATHER_NS 3000000u
 
 #define TRIES     16u
-#define USER_BIT  0x80000000u
-#define NO_SECTOR UINT32_MAX
+
+/* Failures in a row before records that should be erased are left. */
+#define ERASE_TRIES 16u
+
+#define USER_BIT    0x80000000u
+#define NO_SECTOR   UINT32_MAX
 
 enum sector_state {
     SECTOR_FREE,
@@ -46,6 +51,7 @@ struct sector {
     bool issued; /* the operation of READING or WRITING is with the device */
     uint8_t tries;
     uint32_t erase;     /* records to be zeroed */
+    uint32_t erasing;   /* that are zeroes in the image being written */
     uint32_t n_waiting; /* about: since the last image */
     uint64_t used, since_ns;
     uint64_t waits_ns; /* since when the first of them waits */
@@ -233,6 +239,7 @@ static bool compose(struct store *st, struct sector *x)
         if (!(x->erase & 1) || st->spill->records[r].state == RECORD_STORED)
             continue;
         memset(x->buf + (size_t)k * FORMAT_RECORD_BYTES, 0, FORMAT_RECORD_BYTES);
+        x->erasing |= (uint32_t)1 << k;
         changed = true;
     }
     kvd_list_for_each (i, tmp, &x->waiting) {
@@ -332,22 +339,25 @@ static bool try_erase(struct store *st, uint32_t record)
     return true;
 }
 
-void sector_erase(struct store *st, uint32_t record)
+static void remember_erase(struct store *st, uint32_t record)
 {
-    bool later = st->state == STORE_STARTING; /* serve_wanted() goes on with it */
-
-    if (!later && (!store_usable(st) || try_erase(st, record)))
-        return;
     if (st->n_erase == st->max_erase) {
         size_t max = st->max_erase ? st->max_erase * 2 : 64;
         uint32_t *more = reallocarray(st->erase, max, sizeof(*more));
 
         if (!more)
-            return; /* the digest still tells: at the worst the object comes back after a restart */
+            return; /* at the worst the object comes back after a restart */
         st->erase = more;
         st->max_erase = max;
     }
     st->erase[st->n_erase++] = record;
+}
+
+void sector_erase(struct store *st, uint32_t record)
+{
+    /* While it is being opened, serve_wanted() goes on with it. */
+    if (st->state != STORE_OFFLINE && !(st->sectors && try_erase(st, record)))
+        remember_erase(st, record);
 }
 
 static void serve_wanted(struct store *st)
@@ -391,6 +401,7 @@ static void tell(struct sector *x, struct list *head, bool user, int error)
         uint32_t local = t->record - t->store->base;
 
         list_remove(head->next);
+        t->counted |= error != 0; /* once for the sector, not for each record in it */
         if (t->kind == TRANSFER_WRITE)
             transfer_recorded(t, user, error);
         else
@@ -409,10 +420,28 @@ static void move_all(struct list *to, struct list *from)
     }
 }
 
+/* What was removed must not come back because one write failed. In the end it may. */
+static void erase_again(struct store *st, uint32_t first, uint32_t erase)
+{
+    if (erase && ++st->erase_tries > ERASE_TRIES) {
+        log_write(
+            st->nvme->core->log, LOG_ERR, NULL,
+            "store %s: %d removed objects could not be erased, and may come back after a restart; "
+            "fix: `kvctl spill format %s --force`",
+            st->full_name, __builtin_popcount(erase), st->full_name);
+        return;
+    }
+    for (uint32_t k = 0; erase; k++, erase >>= 1)
+        if (erase & 1)
+            remember_erase(st, first + k);
+}
+
 /* Nothing is known of the sector any more: who waits for it waits in vain. It is free before anybody is
  * told, who may ask for it again. */
-static void fail(struct sector *x, int error)
+static void fail(struct store *st, struct sector *x, int error)
 {
+    uint32_t erase = x->erase | x->erasing,
+             first = st->base + (x->number & ~USER_BIT) * FORMAT_IN_SECTOR;
     bool user = is_user(x);
     struct list all;
 
@@ -422,7 +451,8 @@ static void fail(struct sector *x, int error)
     move_all(&all, &x->waiting);
     x->state = SECTOR_FREE;
     x->number = NO_SECTOR;
-    x->erase = 0;
+    x->erase = x->erasing = 0;
+    erase_again(st, first, erase);
     tell(x, &all, user, error);
 }
 
@@ -449,9 +479,12 @@ void sector_io_done(struct store *st, uint32_t index, uint32_t generation, int64
         int error = result < 0 ? (int)result : -EIO;
 
         store_count(st, error);
-        fail(x, error);
+        fail(st, x, error);
         return;
     }
+    if (x->erasing)
+        st->erase_tries = 0;
+    x->erasing = 0;
     x->state = SECTOR_VALID;
     tell(x, &x->readers, is_user(x), 0);
     tell(x, &x->writing, is_user(x), 0);
@@ -484,13 +517,28 @@ uint64_t sectors_oldest_ns(const struct store *st)
     return oldest;
 }
 
+/* Erasing goes on: the store closes when that is done. */
+static void give_up(struct store *st, struct sector *x, int error)
+{
+    struct list all;
+
+    if (!x->erase) {
+        fail(st, x, error);
+        return;
+    }
+    list_init(&all);
+    move_all(&all, &x->readers);
+    move_all(&all, &x->waiting);
+    tell(x, &all, is_user(x), error);
+}
+
 void sectors_give_up(struct store *st, int error)
 {
     struct sectors *c = st->sectors;
 
     for (uint32_t i = 0; c && i < SECTORS; i++)
         if (!c->s[i].issued && c->s[i].number != NO_SECTOR)
-            fail(&c->s[i], error);
+            give_up(st, &c->s[i], error);
     for (int user = 0; c && user < 2; user++)
         while (!list_empty(&c->want[user])) {
             struct transfer *t = of(c->want[user].next, user);
@@ -501,5 +549,4 @@ void sectors_give_up(struct store *st, int error)
             else
                 transfer_sector_read(t, user, NULL, error);
         }
-    st->n_erase = 0;
 }

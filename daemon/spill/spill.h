@@ -99,6 +99,9 @@ void spill_left(struct pool *p, uint32_t slot, bool forget);
 /* The key has a copy in a store. */
 bool spill_has(const struct pool *p, const struct shm_key *key, uint32_t epoch);
 
+/* It had been admitted to a store, and has not been written yet. */
+bool spill_is_unwritten(const struct pool *p, uint32_t slot);
+
 /* A use of an object that is not in ram. */
 void spill_observed(struct pool *p, const struct shm_key *key, uint32_t epoch);
 
@@ -108,13 +111,13 @@ int spill_index_fd(const struct pool *p);
 /* The space has a new epoch. */
 void spill_reset(struct pool *p);
 
-/* All stores that are in use have the space's epoch on the medium. */
+/* All stores of the space that are not offline have its epoch on the medium. */
 bool spill_reset_done(const struct space *s);
 
-/* Removes the copy of a key, or all of a tenant from record *cursor on (a step; *cursor 0: done). Returns
- * how many. On the medium, too. */
+/* Removes the copy of a key, or all of a tenant (NULL: all, but of what is still in ram) from record *cursor
+ * on (a step; *cursor 0: done). Returns how many. On the medium, too. */
 uint32_t spill_remove(struct pool *p, const struct shm_key *key, uint32_t epoch);
-uint32_t spill_remove_tenant(struct pool *p, uint32_t tenant, uint32_t *cursor);
+uint32_t spill_remove_tenant(struct pool *p, const uint32_t *tenant, uint32_t *cursor);
 
 /* ---- fetch */
 
@@ -202,6 +205,7 @@ struct store_stats {
 
 struct store_status {
     char name[200]; /* "space/pool/name" */
+    char fix_text[512];
     const char *path, *state, *problem, *fix, *io, *note, *admission;
     uint64_t bytes, records, used, queued, writing, reading, bandwidth;
     uint32_t epoch;
@@ -245,6 +249,9 @@ struct spill_entry {
     const char *store;
 };
 bool spill_entry(const struct pool *p, uint32_t record, struct spill_entry *ret);
+
+/* A store of the pool that is not online, and so may hold what nobody finds now; NULL: none. */
+const char *spill_away(const struct pool *p);
 
 /* The store that has a copy of what is in the slot; NULL: none. */
 const char *spill_store_of(const struct pool *p, uint32_t slot);

@@ -36,6 +36,14 @@ int store_fail_call(struct store_task *t, const char *call, int error)
     return store_fail(t, error, "%s: %s", call, text ? text : "unknown error");
 }
 
+const char *store_format_command(const struct store_task *t, bool force,
+                                 char buf[static STORE_COMMAND])
+{
+    snprintf(buf, STORE_COMMAND, "`kvctl spill format %s%s`", t->spec.name ? t->spec.name : "STORE",
+             force ? " --force" : "");
+    return buf;
+}
+
 static void tell(struct store_task *t)
 {
     const uint64_t one = 1;
@@ -194,11 +202,17 @@ static int run(struct store_task *t)
     return r == 0 ? store_load(t) : r;
 }
 
+static void free_names(struct store_task *t)
+{
+    free((char *)(uintptr_t)t->spec.path);
+    free((char *)(uintptr_t)t->spec.name);
+}
+
 static void task_destroy(struct store_task *t)
 {
     pthread_cond_destroy(&t->wake);
     pthread_mutex_destroy(&t->lock);
-    free((char *)(uintptr_t)t->spec.path);
+    free_names(t);
     free(t->free_slots);
     free(t->queue);
     free(t);
@@ -284,7 +298,7 @@ static int sync_init(struct store_task *t)
 
 /* ---- the caller's side */
 
-static struct store_task *task_new(const char *path, int event_fd)
+static struct store_task *task_new(const char *path, const char *name, int event_fd)
 {
     struct store_task *t = calloc(1, sizeof(*t));
 
@@ -293,8 +307,9 @@ static struct store_task *task_new(const char *path, int event_fd)
     t->file.fd = t->callers_fd = -1;
     t->event_fd = event_fd;
     t->spec.path = strdup(path);
-    if (!t->spec.path || sync_init(t) < 0) {
-        free((char *)(uintptr_t)t->spec.path);
+    t->spec.name = name ? strdup(name) : NULL;
+    if (!t->spec.path || (name && !t->spec.name) || sync_init(t) < 0) {
+        free_names(t);
         free(t);
         return NULL;
     }
@@ -322,7 +337,7 @@ int store_task_open(const struct store_spec *spec, enum store_job job, int event
 
     if (!spec->path || job == STORE_TRIM)
         return -EINVAL;
-    t = task_new(spec->path, event_fd);
+    t = task_new(spec->path, spec->name, event_fd);
     if (!t)
         return -ENOMEM;
     t->job = job;
@@ -344,7 +359,7 @@ int store_task_open(const struct store_spec *spec, enum store_job job, int event
 int store_task_trim(const struct store_file *file, const uint8_t *free_slots, int event_fd,
                     struct store_task **ret_task)
 {
-    struct store_task *t = task_new("spill store", event_fd);
+    struct store_task *t = task_new("spill store", NULL, event_fd);
     size_t bytes = (size_t)((file->super.records + 7) / 8);
 
     if (!t)

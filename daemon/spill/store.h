@@ -37,13 +37,14 @@ enum store_phase {
 };
 
 struct store_spec {
+    const char *name; /* "space/pool/name", for messages; may be NULL */
     const char *path;
-    uint64_t
-        bytes; /* of a regular file to be made; of a device at most so much; 0: all of the device */
+    /* Of a regular file to be made; of a device at most so much; 0: all of the device. */
+    uint64_t bytes;
     struct format_geometry geometry;
     uint32_t epoch; /* for a new superblock */
-    bool
-        force; /* STORE_FORMAT: although there is something else (a file system, another program's data) */
+    /* STORE_FORMAT: although there is something else (a file system, another program's data). */
+    bool force;
     bool no_lock; /* tests only: to show what the lock is for */
 };
 

@@ -189,7 +189,7 @@ static int repair(struct store_task *t, const struct found *f, int good)
 {
     const uint8_t *image = f->bytes + good * FORMAT_SUPER_BYTES;
     const uint8_t *other = f->bytes + !good * FORMAT_SUPER_BYTES;
-    char name[64];
+    char name[64], command[STORE_COMMAND];
     int r;
 
     if (memcmp(image, other, FORMAT_SUPER_BYTES) == 0)
@@ -199,8 +199,8 @@ static int repair(struct store_task *t, const struct found *f, int good)
         if (r > 0)
             return store_fail(t, -EEXIST,
                               "something else (%s) was written over a store of kvd; fix: another "
-                              "path, or `kvctl spill format --force`",
-                              name);
+                              "path, or %s",
+                              name, store_format_command(t, true, command));
         if (r < 0)
             return r;
     }
@@ -211,15 +211,20 @@ static int repair(struct store_task *t, const struct found *f, int good)
 
 static int refuse(struct store_task *t, int judged)
 {
+    char command[STORE_COMMAND];
+
     switch (judged) {
     case -EPROTONOSUPPORT:
         return store_fail(t, judged,
-                          "a store of another version of kvd; fix: run that version, or "
-                          "`kvctl spill format --force`, which loses its objects");
+                          "a store of another version of kvd; fix: run that version, or %s, which "
+                          "loses its objects",
+                          store_format_command(t, true, command));
     case -EILSEQ:
-        return store_fail(t, judged,
-                          "both superblocks of the store are damaged; fix: look after "
-                          "the device, then `kvctl spill format`");
+        return store_fail(
+            t, judged,
+            "both superblocks of the store are damaged; fix: look after the device, then "
+            "%s",
+            store_format_command(t, false, command));
     default:
         return store_fail_call(t, "reading the superblocks", judged);
     }
@@ -227,30 +232,37 @@ static int refuse(struct store_task *t, int judged)
 
 static int refuse_foreign(struct store_task *t, const char *name)
 {
+    char command[STORE_COMMAND];
+
+    store_format_command(t, true, command);
     if (strcmp(name, "unknown") == 0)
         return store_fail(t, -EEXIST,
                           "not a store of kvd, but not empty either; nothing was changed; fix: "
-                          "another path, or `kvctl spill format --force` if nobody needs it");
+                          "another path, or %s if nobody needs it",
+                          command);
     return store_fail(t, -EEXIST,
                       "not a store of kvd, but something else (%s); nothing was changed; fix: "
-                      "another path, or `kvctl spill format --force` if nobody needs it",
-                      name);
+                      "another path, or %s if nobody needs it",
+                      name, command);
 }
 
 static int use(struct store_task *t, const struct found *f, int good)
 {
     const struct format_super *s = &f->super[good];
-    char why[STORE_WHY - 64];
+    char why[STORE_WHY - 64], command[STORE_COMMAND], was[FORMAT_SIZE_TEXT], is[FORMAT_SIZE_TEXT];
     int r;
 
     if (s->bytes > t->size)
         return store_fail(t, -EINVAL,
-                          "truncated: the store was made with %llu bytes, now there are %llu; fix: "
-                          "`kvctl spill format`",
-                          (unsigned long long)s->bytes, (unsigned long long)t->size);
+                          "truncated: the store was made with %s, now there are %s; fix: %s",
+                          format_size(s->bytes, true, was), format_size(t->size, true, is),
+                          store_format_command(t, false, command));
     r = format_compare(&s->geometry, &t->spec.geometry, why, sizeof(why));
-    if (r < 0)
-        return store_fail(t, r, "%s; fix: another path, or `kvctl spill format`", why);
+    if (r < 0) {
+        /* Also if they cannot be read: it does no harm to say --force. */
+        store_format_command(t, store_has_records(t, s) != 0, command);
+        return store_fail(t, r, "%s; fix: another path, or %s", why, command);
+    }
     r = repair(t, f, good);
     if (r == 0)
         t->file.super = *s;
@@ -260,7 +272,7 @@ static int use(struct store_task *t, const struct found *f, int good)
 /* Without any superblock. A device is never formatted unasked: who mistypes its name has lost it. */
 static int format_unasked(struct store_task *t)
 {
-    char name[64];
+    char name[64], command[STORE_COMMAND];
     int r = is_blank(t, name, sizeof(name));
 
     if (r < 0)
@@ -268,11 +280,12 @@ static int format_unasked(struct store_task *t)
     if (r == 0)
         return refuse_foreign(t, name);
     if (t->file.device)
-        return store_fail(t, -EEXIST, "not a store of kvd; fix: `kvctl spill format` makes it one");
+        return store_fail(t, -EEXIST, "not a store of kvd; fix: %s makes it one",
+                          store_format_command(t, false, command));
     if (t->spec.bytes == 0)
         return store_fail(t, -EEXIST,
                           "is empty, and no size is given for a new store; fix: give "
-                          "it a size, or `kvctl spill format`");
+                          "it a size, or another path");
     return 1;
 }
 
@@ -297,13 +310,13 @@ int store_examine(struct store_task *t)
 static int refuse_records(struct store_task *t, const struct format_super *s)
 {
     int r = s->bytes > t->size ? 0 : store_has_records(t, s);
+    char command[STORE_COMMAND];
 
     if (r <= 0)
         return r < 0 ? r : 1;
     return store_fail(t, -EEXIST,
-                      "a store of kvd with objects of %s/%s; fix: `kvctl spill format --force` if "
-                      "nobody needs them",
-                      s->geometry.space, s->geometry.pool);
+                      "a store of kvd with objects of %s/%s; fix: %s if nobody needs them",
+                      s->geometry.space, s->geometry.pool, store_format_command(t, true, command));
 }
 
 /* With `force` all. Else what nobody can miss: nothing at all, a store without records, a store that

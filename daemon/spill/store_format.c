@@ -5,6 +5,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/random.h>
@@ -13,11 +14,6 @@
 #include <unistd.h>
 
 #define ALLOCATE_STEP (256ull << 20)
-
-static unsigned long long mib(uint64_t bytes)
-{
-    return bytes >> 20;
-}
 
 /* Bytes that an ordinary user could still get; 0: the file system does not tell. */
 static uint64_t space_free(const struct store_task *t)
@@ -31,10 +27,14 @@ static uint64_t space_free(const struct store_task *t)
 
 static int no_space(struct store_task *t, uint64_t free, uint64_t bytes)
 {
+    char wanted[FORMAT_SIZE_TEXT], there[FORMAT_SIZE_TEXT], less[32] = "a smaller size";
+
+    if (free >> 30 > 1) /* some of it is left to others */
+        snprintf(less, sizeof(less), "size = %lluG",
+                 (unsigned long long)((free - (free >> 4)) >> 30));
     return store_fail(t, -ENOSPC,
-                      "a store of %llu MiB does not fit, %llu MiB are free there; fix: a smaller "
-                      "size, or make room",
-                      mib(bytes), mib(free));
+                      "a store of %s does not fit, %s are free there; fix: %s, or make room",
+                      format_size(bytes, false, wanted), format_size(free, false, there), less);
 }
 
 /* ---- planning */
@@ -42,6 +42,7 @@ static int no_space(struct store_task *t, uint64_t free, uint64_t bytes)
 static int plan(struct store_task *t, struct format_super *ret)
 {
     uint64_t bytes = t->spec.bytes ? t->spec.bytes : t->size;
+    char text[FORMAT_SIZE_TEXT];
     struct format_super s;
     int r;
 
@@ -49,8 +50,8 @@ static int plan(struct store_task *t, struct format_super *ret)
         bytes = t->size;
     r = format_plan(&t->spec.geometry, bytes, &s);
     if (r == -ENOSPC)
-        return store_fail(t, r, "%llu bytes are too small for one slot; fix: a larger size",
-                          (unsigned long long)bytes);
+        return store_fail(t, r, "%s are too small for one slot; fix: a larger size",
+                          format_size(bytes, true, text));
     if (r < 0)
         return store_fail(t, r, "the pool's geometry is impossible");
     if (getrandom(s.uuid, sizeof(s.uuid), 0) != sizeof(s.uuid))

@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/fs.h>
+#include <stdio.h>
 #include <string.h>
 #include <sys/file.h>
 #include <sys/ioctl.h>
@@ -14,6 +15,7 @@
 #define BUSY_TRIES                                                                                 \
     20u /* so often a device is claimed and yet not locked before it counts as in use */
 #define REPLACED_MAX 16u
+#define STORE_DIR    192
 #define OPEN_FLAGS   (O_RDWR | O_CLOEXEC | O_NOCTTY)
 #define TRY_AGAIN    2 /* the path means another file by now */
 #define HELD         3 /* by another program, so far */
@@ -21,6 +23,75 @@
 static bool is_below_dev(const char *path)
 {
     return strncmp(path, "/dev/", 5) == 0 && strncmp(path, "/dev/shm/", 9) != 0;
+}
+
+/* ---- why not, for those who have to mend it */
+
+static const char *directory_of(const struct store_task *t, char buf[static STORE_DIR])
+{
+    const char *slash = strrchr(t->spec.path, '/');
+    int n = slash && slash > t->spec.path ? (int)(slash - t->spec.path) : 1;
+
+    snprintf(buf, STORE_DIR, "%.*s", n, slash ? t->spec.path : ".");
+    return buf;
+}
+
+/* Open to the user that we are. */
+static const char *install_command(const char *dir, char buf[static STORE_COMMAND])
+{
+    if (geteuid() == 0)
+        snprintf(buf, STORE_COMMAND, "install -d -m 0700 %s", dir);
+    else
+        snprintf(buf, STORE_COMMAND, "install -d -m 0700 -o %u -g %u %s", geteuid(), getegid(),
+                 dir);
+    return buf;
+}
+
+static int cannot_make(struct store_task *t, int error)
+{
+    char dir[STORE_DIR], command[STORE_COMMAND];
+
+    directory_of(t, dir);
+    switch (error) {
+    case -ENOENT:
+        if (access(dir, F_OK) == 0) /* as in /proc */
+            return store_fail(t, error, "no file can be made in %s; fix: another path", dir);
+        return store_fail(t, error, "the directory %s does not exist; fix: %s", dir,
+                          install_command(dir, command));
+    case -ENOTDIR:
+        return store_fail(t, error, "%s is no directory; fix: another path", dir);
+    case -EACCES:
+    case -EPERM:
+        return store_fail(t, error, "user %u may not make files in %s; fix: chown %u %s", geteuid(),
+                          dir, geteuid(), dir);
+    case -EROFS:
+        return store_fail(t, error,
+                          "%s is read-only here; fix: mount it for writing, or in a unit of "
+                          "systemd ReadWritePaths=%s",
+                          dir, dir);
+    default:
+        return store_fail_call(t, "cannot be made", error);
+    }
+}
+
+static int cannot_open(struct store_task *t, const struct stat *st, int error)
+{
+    if (error != -EACCES && error != -EPERM)
+        return store_fail_call(t, "cannot be opened", error);
+    if (st && S_ISBLK(st->st_mode))
+        return store_fail(t, error,
+                          "user %u may not open the device (mode %04o, user %u, group %u); fix: a "
+                          "udev rule that gives it to this user, and in a unit of systemd "
+                          "DeviceAllow=%s rw",
+                          geteuid(), st->st_mode & 07777, st->st_uid, st->st_gid, t->spec.path);
+    if (st)
+        return store_fail(t, error,
+                          "user %u may not open it (mode %04o, user %u); fix: chown %u %s",
+                          geteuid(), st->st_mode & 07777, st->st_uid, geteuid(), t->spec.path);
+    return store_fail(t, error,
+                      "user %u may not look into its directory; fix: chmod a+x on the directories "
+                      "above it, or another path",
+                      geteuid());
 }
 
 static int make_file(struct store_task *t)
@@ -33,7 +104,7 @@ static int make_file(struct store_task *t)
                           "the store a size, or the path of a block device");
     t->file.fd = open(t->spec.path, OPEN_FLAGS | O_CREAT | O_EXCL | O_NOFOLLOW, 0600);
     if (t->file.fd < 0)
-        return errno == EEXIST ? TRY_AGAIN : store_fail_call(t, "open", -errno);
+        return errno == EEXIST ? TRY_AGAIN : cannot_make(t, -errno);
     t->made = true;
     return 0;
 }
@@ -45,7 +116,7 @@ static int path_stat(struct store_task *t, struct stat *ret)
     struct stat st;
 
     if (lstat(t->spec.path, &st) < 0)
-        return errno == ENOENT ? -ENOENT : store_fail_call(t, "stat", -errno);
+        return errno == ENOENT ? -ENOENT : cannot_open(t, NULL, -errno);
     if (S_ISLNK(st.st_mode)) {
         if (stat(t->spec.path, &st) < 0)
             return store_fail_call(t, "stat", -errno);
@@ -84,12 +155,12 @@ static int device_claimed(struct store_task *t, unsigned *tries)
                       "fuser); fix: free it, or give another path");
 }
 
-static int open_device(struct store_task *t, unsigned *tries)
+static int open_device(struct store_task *t, const struct stat *st, unsigned *tries)
 {
     t->file.fd = open(t->spec.path, OPEN_FLAGS | O_EXCL);
     if (t->file.fd >= 0)
         return 0;
-    return errno == EBUSY ? device_claimed(t, tries) : store_fail_call(t, "open", -errno);
+    return errno == EBUSY ? device_claimed(t, tries) : cannot_open(t, st, -errno);
 }
 
 static int device_size(struct store_task *t)
@@ -110,11 +181,11 @@ static int device_size(struct store_task *t)
 static int open_existing(struct store_task *t, const struct stat *st, unsigned *tries)
 {
     if (S_ISBLK(st->st_mode))
-        return open_device(t, tries);
+        return open_device(t, st, tries);
     t->file.fd = open(t->spec.path, OPEN_FLAGS | O_NOFOLLOW);
     if (t->file.fd >= 0)
         return 0;
-    return errno == ENOENT ? TRY_AGAIN : store_fail_call(t, "open", -errno);
+    return errno == ENOENT ? TRY_AGAIN : cannot_open(t, st, -errno);
 }
 
 static int open_once(struct store_task *t, unsigned *tries)
@@ -134,11 +205,11 @@ static int check_owner(struct store_task *t, const struct stat *st)
     mode_t others = S_ISBLK(st->st_mode) ? S_IWOTH : S_IWGRP | S_IWOTH;
 
     if (st->st_uid != 0 && st->st_uid != geteuid())
-        return store_fail(t, -EACCES, "belongs to user %u; fix: chown it to root or to user %u",
-                          st->st_uid, geteuid());
+        return store_fail(t, -EACCES, "belongs to user %u; fix: chown %u %s", st->st_uid, geteuid(),
+                          t->spec.path);
     if (st->st_mode & others)
-        return store_fail(t, -EACCES, "others may write it (mode %04o); fix: chmod go-w",
-                          st->st_mode & 07777);
+        return store_fail(t, -EACCES, "others may write it (mode %04o); fix: chmod go-w %s",
+                          st->st_mode & 07777, t->spec.path);
     return 0;
 }
 

@@ -9,8 +9,9 @@
 
 #include "daemon/spill/store.h"
 
-#define STORE_CHUNK 1048576u /* read, written, zeroed at a time */
-#define STORE_WHY   512u
+#define STORE_CHUNK   1048576u /* read, written, zeroed at a time */
+#define STORE_WHY     512u
+#define STORE_COMMAND 256u
 
 /*
  * Shared by the caller and one thread, which is detached: whoever lets go last destroys it, so a thread
@@ -18,7 +19,7 @@
  */
 struct store_task {
     /* Set before the thread starts. */
-    struct store_spec spec; /* its path: a copy of ours */
+    struct store_spec spec; /* path and name: copies of ours */
     enum store_job job;
     uint8_t *free_slots; /* STORE_TRIM: a bitmap */
     int callers_fd;      /* STORE_TRIM: what result() hands back; file.fd is a duplicate */
@@ -50,6 +51,9 @@ struct store_task {
 /* Keeps the sentence, after the path, and returns the error for the caller to pass on. */
 __attribute__((format(printf, 3, 4))) int store_fail(struct store_task *t, int error,
                                                      const char *fmt, ...);
+/* What an administrator may type to make the store anew, in quotation marks. Returns buf. */
+const char *store_format_command(const struct store_task *t, bool force,
+                                 char buf[static STORE_COMMAND]);
 int store_fail_call(struct store_task *t, const char *call, int error);
 void store_phase_begin(struct store_task *t, enum store_phase phase, uint64_t total);
 void store_advance(struct store_task *t, uint64_t bytes);

@@ -92,12 +92,15 @@ void spill_unblock(struct spill *s)
 void spill_committed(struct pool *p, uint32_t slot)
 {
     struct spill *s = p->spill;
+    bool awaited;
 
     if (!s)
         return;
+    awaited = s->slots[slot].awaited;
     s->slots[slot] = (struct spill_slot){.record = NO_RECORD};
     consider(s, slot);
-    spill_unblock(s);
+    if (awaited)
+        spill_unblock(s);
 }
 
 void spill_touched(struct pool *p, uint32_t slot)
@@ -110,10 +113,18 @@ void spill_touched(struct pool *p, uint32_t slot)
     consider(s, slot);
 }
 
+bool spill_is_unwritten(const struct pool *p, uint32_t slot)
+{
+    const struct spill *s = p->spill;
+
+    return s && (s->slots[slot].state == SPILLED_QUEUED || s->slots[slot].state == SPILLED_BLOCKED);
+}
+
 void spill_left(struct pool *p, uint32_t slot, bool forget)
 {
     struct spill *s = p->spill;
     struct spill_slot *x = s ? &s->slots[slot] : NULL;
+    bool awaited;
 
     if (!x)
         return;
@@ -140,8 +151,10 @@ void spill_left(struct pool *p, uint32_t slot, bool forget)
     case SPILLED_READING:
         break;
     }
+    awaited = x->awaited;
     *x = (struct spill_slot){.record = NO_RECORD};
-    spill_unblock(s); /* a child that waited for it waits no more */
+    if (awaited) /* its children wait no more */
+        spill_unblock(s);
 }
 
 /* ---- beginning */
@@ -188,13 +201,12 @@ static enum verdict judge(struct spill *s, uint32_t slot, uint32_t *ret_parent,
         return WRITE_NOW;
     if (up == SLOT_NONE)
         return is_elsewhere(p, &m->parent) ? WRITE_NOW : WRITE_NEVER;
-    if (p->table->slots[up].state != SHM_SLOT_LIVE)
-        return WRITE_LATER;
     *ret_parent = up;
-    return WRITE_PARENT;
+    return p->table->slots[up].state == SHM_SLOT_LIVE ? WRITE_PARENT : WRITE_LATER;
 }
 
-/* The topmost ancestor that is in ram but in no store; or the slot itself. */
+/* The topmost ancestor that is in ram but in no store; or the slot itself. An ancestor that waits for somebody
+ * already is waited for, without looking further up. */
 static enum verdict topmost(struct spill *s, uint32_t *slot, uint32_t *ret_record, uint32_t *left)
 {
     uint32_t parent = SLOT_NONE;
@@ -203,8 +215,12 @@ static enum verdict topmost(struct spill *s, uint32_t *slot, uint32_t *ret_recor
     for (uint32_t steps = 0; steps < s->pool->slots; steps++) {
         *left -= *left > 0;
         v = judge(s, *slot, &parent, ret_record);
+        if (v == WRITE_LATER)
+            s->slots[parent].awaited = true;
         if (v != WRITE_PARENT)
             return v;
+        if (s->slots[parent].state == SPILLED_BLOCKED)
+            return WRITE_LATER;
         *slot = parent;
     }
     return WRITE_NEVER; /* parents in a circle: their writer talks nonsense */
@@ -304,6 +320,25 @@ static struct store *choose(struct spill *s, uint32_t slot, bool *ret_ever)
     return NULL;
 }
 
+/* All of them at once, so that nobody climbs that way again before the one they wait for has come. */
+static void block_path(struct spill *s, uint32_t from, uint32_t to)
+{
+    const struct pool *p = s->pool;
+
+    for (uint32_t i = from;;) {
+        const struct shm_meta *m = &p->metas->metas[i];
+        const struct shm_entry *e;
+
+        dequeue(s, i);
+        set_state(s, i, SPILLED_BLOCKED);
+        slot_list_push_back(&s->blocked, s->links, i);
+        if (i == to)
+            return;
+        e = index_find(p->index, &m->parent, m->epoch);
+        i = shm_word_slot(shm_load64(&e->word)); /* topmost() has just come this way */
+    }
+}
+
 /* Counted once, however often a use makes it be considered again. */
 static void refuse_orphan(struct spill *s, uint32_t slot)
 {
@@ -327,9 +362,7 @@ static bool begin_next(struct spill *s, uint32_t *left)
     }
     v = topmost(s, &slot, &parent, left);
     if (v == WRITE_LATER) {
-        dequeue(s, first);
-        set_state(s, first, SPILLED_BLOCKED);
-        slot_list_push_back(&s->blocked, s->links, first);
+        block_path(s, first, slot);
         return true;
     }
     if (v == WRITE_NEVER) {
@@ -393,10 +426,10 @@ static void give_up(struct transfer *t, int error)
 
     if (error == -ENOSPC)
         store_failed(st, error, NULL, "no space is left on its file system");
-    if (error != -ENODATA)
-        store_count(st, error);
-    else
+    if (error == -ENODATA)
         s->stats.orphans++;
+    else if (!t->counted)
+        store_count(st, error);
     if (t->slot != SLOT_NONE)
         s->slots[t->slot] = (struct spill_slot){.record = NO_RECORD, .touched = true};
     record_free(s, r);

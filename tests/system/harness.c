@@ -594,6 +594,7 @@ uint64_t daemon_flush(struct daemon *d, const char *pool)
     uint64_t count = 0;
 
     flush.pool = daemon_pool(d, pool);
+    flush.tier = (char *)"ram";
     request.body_case = KVD__PROTO__REQUEST__BODY_FLUSH;
     request.flush = &flush;
     do {

@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import pty
+import pwd
 import re
 import shutil
 import signal
@@ -761,11 +762,15 @@ def test_spill_status():
         s = p.kvctl("spill", "-o", "json").json()["stores"][1]
         equal("as JSON", (s["state"], s["fix"], "bytes" in s), ("offline", DEAD["fix"], False))
         equal("the other one is well", p.kvctl("spill", "status", "demo/kv/a").rc, OK)
-    for state, problem, rc in [("read-only", None, UNHEALTHY), ("waiting", None, OK), ("waiting", "for long", UNHEALTHY),
-                               ("reading", None, OK), ("something new", None, OK)]:
+    for state, problem, rc in [("read-only", None, UNHEALTHY), ("waiting", None, UNHEALTHY), ("waiting", "for long", UNHEALTHY),
+                               ("online", "for a while", UNHEALTHY), ("reading", None, OK), ("something new", None, OK)]:
         with Place() as p:
             p.fake(spill=FakeStores(dict(FULL, state=state, **({"problem": problem} if problem else {}))))
             equal(f"{state}, {problem}", p.kvctl("spill").rc, rc)
+    with Place() as p:
+        p.fake(spill=FakeStores(dict(FULL, state="waiting", problem="another daemon has it", fix="end that one")))
+        r = p.kvctl("spill")
+        check("waiting, with the fix", "problem: demo/kv/a is waiting: another daemon has it; fix: end that one\n" in r.out, r.both)
     with Place() as p:
         p.fake(spill=FakeStores())
         r = p.kvctl("spill")
@@ -787,6 +792,7 @@ def test_spill_task_column():
     for task, shown in [(dict(name="scrub", done=45, total=100, unit="objects", running=True), "scrub 45 %"),
                         (dict(name="format", done=0, total=0, unit="bytes", running=True), "format "),
                         (dict(name="trim", done=5, total=5, unit="bytes", running=False, status=0), "trim done"),
+                        (dict(name="sync", done=5, total=5, unit="objects", running=False, status=-30), "sync failed"),
                         (dict(name="scrub", done=5, total=9, unit="objects", running=False, status=-125, result="asked for"),
                          "scrub stopped"),
                         (dict(name="scrub", done=5, total=9, unit="objects", running=False, status=-5, result="gone"),
@@ -849,6 +855,11 @@ def test_spill_actions():
     equal("a format as well", (r.rc, r.out), (OK, "demo/kv/a: format: 12 objects read, none is broken\n"), r.both)
     r, _, _ = errand("scrub", state="offline")
     equal("of one that is offline", r.rc, UNHEALTHY, r.both)
+    for verb in ["scrub", "trim", "sync"]:
+        r, _, _ = errand(verb, state="offline", refuse=(19, "it is offline"))
+        check(f"{verb} of one that is offline, refused", r.rc == UNHEALTHY and "it is offline" in r.err, r.both)
+    r, _, _ = errand("sync", state="offline", ends=(-30, "it is offline: nothing can be written to it"))
+    check("sync that is not", r.rc == UNHEALTHY and "nothing can be written" in r.err and not r.out, r.both)
     r, asked, _ = errand("scrub", refuse=(16, "a format runs; wait"))
     check("refused", r.rc == FAILED and "a format runs; wait" in r.err, r.both)
     r, asked, _ = errand("scrub", refuse=(1, "needs role admin"))
@@ -869,7 +880,7 @@ def test_spill_actions():
         stores.answer = lambda q: (16, "it is not online") if q[1] != [STATUS] and q[2] == [b"demo/kv/c"] else refuse(q)
         p.fake(spill=stores)
         r = p.kvctl("spill", "sync")
-        check("several, one of which refuses", r.rc == FAILED and "it is not online" in r.err, r.both)
+        check("several, one of which refuses", r.rc == UNHEALTHY and "it is not online" in r.err, r.both)
         equal("does not keep the others from it", [x.split()[0] for x in r.out.splitlines()], ["demo/kv/a:", "demo/kv/b:"])
     with Place() as p:
         stores = FakeStores(dict(FULL), looks=1 << 30)
@@ -924,7 +935,7 @@ def test_stores_elsewhere():
             (dict(FULL), "ok", "1 online", None),
             (dict(FULL, state="reading", task=dict(name="open", done=1 << 29, total=1 << 31, unit="bytes", running=True)),
              "warn", "not in use yet: reading, ", "spill status demo/kv/a"),
-            (dict(FULL, state="waiting"), "warn", "not in use yet: waiting", "wait"),
+            (dict(FULL, state="waiting"), "FAIL", "(/dev/fake) is waiting", "wait, or end the other daemon"),
             (dict(FULL, state="read-only", problem="No space left on device"), "FAIL", "read-only: No space",
              "spill online demo/kv/a"),
             (dict(FULL, errors=3), "warn", "has had 3 errors", "spill scrub demo/kv/a"),
@@ -971,6 +982,8 @@ def test_objects_in_stores():
         equal("what was asked", asked, [b"nvme", b"nvme", b"ram"])
         for key, tier in [("ab" * 32, "nvme"), ("cd" * 32, "ram")]:
             r = p.kvctl("why", "demo/kv", key)
+            number = {"nvme": "record +77", "ram": "slot +3"}[tier]
+            check(f"why {tier}: its place", re.search(rf"^{number}$", r.out, re.M) and "because" not in r.out, r.both)
             check(f"why {tier}", r.rc == OK and re.search(rf"^tier +{tier}$", r.out, re.M) and
                   re.search(r"^store +demo/kv/a$", r.out, re.M), r.both)
             equal("as JSON", p.kvctl("why", "demo/kv", key, "-o", "json").json()["tier"], tier)
@@ -1125,6 +1138,8 @@ def test_completion():
         equal("beginning", complete(script, "kvctl", "sp"), ["spaces", "spill"])
         equal("second words", sorted(complete(script, "kvctl", "spill", "")),
               sorted(c.split()[1] for c in COMMANDS if c.startswith("spill ")))
+        equal("tiers", complete(script, "kvctl", "blocks", "demo/kv", "--tier", ""), ["ram", "nvme"])
+        equal("one of them", complete(script, "kvctl", "blocks", "--tier", "n"), ["nvme"])
         equal("behind an option", complete(script, "kvctl", "-o", "json", "config", ""), ["check"])
         check("options", {"--rate", "--no-wait", "--socket"} <= set(complete(script, "kvctl", "spill", "scrub", "--")))
         check("of that command only", "--force" not in complete(script, "kvctl", "spill", "scrub", "--"))
@@ -1412,8 +1427,61 @@ def test_machine_stores():
             '"path" in [spill demo/kv/a]: on ext4 or XFS on a local drive, or the drive itself', **there,
             **{"/proc/self/mountinfo": mounts + "40 22 0:9 / /srv rw - nfs4 t rw\n"})
     got = examine(**{**there, "pool": store.replace("1G", "1000T")})["stores"][0]
-    check("too large", got[0] == "warn" and "1000 TiB" in got[1] and '[spill demo/kv/a], or space' in got[2][0], got)
+    check("too large", got[0] == "FAIL" and "1000 TiB" in got[1] and
+          re.fullmatch(r'"size = \d+[GM]" in \[spill demo/kv/a\], or space', got[2][0]), got)
+    machine("no real file system", "stores", "FAIL", "is on a sysfs, which holds no stores",
+            '"path" in [spill demo/kv/a]: below /var/lib/kvd, or another folder on a drive', **there,
+            **{"/proc/self/mountinfo": mounts + "40 22 0:9 / /srv rw - sysfs t rw\n"})
+    machine("somebody's file", "stores", "FAIL", "is not empty and no store of kvd",
+            "another path; or if nobody needs what is there, when kvd runs: kvctl spill format demo/kv/a --force",
+            **there, **{"/srv/kvd/a": "letters"})
+    machine("one of zeros", "stores", "ok", "is on ext4", None, **there, **{"/srv/kvd/a": "\0" * 70000})
+    got = examine(**{**there, "pool": store.replace("1G", "1000T"), "/srv/kvd/a": "\0" * 70000})["stores"][0]
+    check("that are too few", got[0] == "FAIL" and "1000 TiB" in got[1], got)
+    got = examine(**{**there, "pool": store.replace("1G", "1000T"), "/srv/kvd/a": "kvdspill" + "\0" * 5000})["stores"][0]
+    check("a store has its room", got[0] == "ok", got)
+    machine("what kvd has made", "stores", "ok", "is on ext4", None, **there, **{"/srv/kvd/a": "kvdspill" + "\0" * 5000})
+    machine("no such device", "stores", "FAIL", "there is no such device", 'lsblk lists them; "path" in [spill demo/kv/a]',
+            pool=store.replace("/srv/kvd/a", "/dev/nvme7n1"))
     check("without stores nothing is said", not {"stores", "io_uring"} & examine().keys())
+
+
+def test_places_of_others():
+    """What the user who will run the daemon may not use."""
+    with Place() as p:
+        disk = tempfile.mkdtemp(prefix="kvctl-place-", dir="/tmp")
+        os.chmod(disk, 0o755)
+        config = p.write("kvd.conf", f"[space demo]\n[pool demo/kv]\nslot = 64K\nslots = 16\n[spill demo/kv/a]\n"
+                                     f"path = {disk}/a\nsize = 32M\n")
+        try:
+            def look(**who):
+                return by_item(kvctl("-s", p.path("none"), "check", "-c", config, "-o", "json", **who))["stores"][0]
+            if os.geteuid():
+                return skip("only root can be another user")
+            with contextlib.suppress(KeyError):
+                pwd.getpwnam("kvd")
+                return skip("here check is about user kvd")
+            nobody = dict(preexec_fn=lambda: os.setresuid(NOBODY, NOBODY, NOBODY))
+            equal("root may", look()[0], "ok")
+            got = look(**nobody)
+            check("a folder", got[0] == "FAIL" and "may not make files in " + disk in got[1] and "chown" in got[2][0], got)
+            os.mkdir(disk + "/in", 0o700)
+            p.write("kvd.conf", open(config).read().replace("/a\n", "/in/there/a\n"))
+            got = look(**nobody)
+            check("a folder above", got[0] != "ok" and got[0] != "warn", got)
+            p.write("kvd.conf", open(config).read().replace("/in/there/a\n", "/b\n"))
+            os.chown(disk, NOBODY, -1)
+            equal("that is theirs", look(**nobody)[0], "ok")
+            os.close(os.open(disk + "/b", os.O_CREAT | os.O_WRONLY, 0o600))
+            got = look(**nobody)
+            check("a file", got[0] == "FAIL" and "belongs to user 0, mode 0600" in got[1] and "chown" in got[2][0], got)
+            os.chmod(disk + "/b", 0o620)
+            got = look()
+            check("what others may write", got[0] == "FAIL" and got[2] == [f"chmod go-w {disk}/b"], got)
+            p.write("kvd.conf", open(config).read().replace("/b\n", "/none/b\n"))
+            equal("no folder", look()[2], [f"install -d -m 0700 {disk}/none"])
+        finally:
+            shutil.rmtree(disk)
 
 
 def test_machine_io_uring():

@@ -330,7 +330,7 @@ Test(spill_device, with_blocks_of_4_kib_as_a_whole)
     device_make(&v, 32 << 20, 4096, NULL);
     configure(NULL, v.path, "");
     daemon_start(&d);
-    is_refused("offline", "spill format");
+    is_refused("offline", "`kvctl spill format " DISK "`");
     worker_join(&a, d.writer, "one", "kv", "");
     ram_serves(&a, 0, 16);
     cr_assert_eq(kvctl(&d, text, "spill format " DISK " --force --yes"), 0, "%s", text);
@@ -546,7 +546,7 @@ Test(spill_device, a_file_of_another_geometry_is_refused)
              folder);
     daemon_configure(&d, NULL, conf);
     daemon_start(&d);
-    is_refused("offline", "bytes");
+    is_refused("offline", "slots of 64 KiB (1 part), this pool of 128 KiB (1 part)");
     worker_join(&a, d.writer, "one", "kv", "");
     cr_assert_eq(worker_n(&a, "lookup 0 16"), 0);
     ram_serves(&a, 0, 16);

@@ -103,16 +103,30 @@ void place_release(struct place *p)
             io_fault_release(p->io[i]);
 }
 
+/* For whoever looks into it. */
+static const char *describe(struct place *p, char *ret, size_t n)
+{
+    struct store_status s;
+
+    store_status(nvme_store(p->w.core->nvme, 0), &s);
+    snprintf(ret, n, "%s, %llu queued, %llu writing, %llu reading, %llu used of %llu, %llu refused",
+             s.state, (unsigned long long)s.queued, (unsigned long long)s.writing,
+             (unsigned long long)s.reading, (unsigned long long)s.used,
+             (unsigned long long)s.records, (unsigned long long)spill_stats(p->w.pool)->refused);
+    return ret;
+}
+
 void place_turn(struct place *p)
 {
     struct pollfd f = {.fd = nvme_fd(p->w.core->nvme), .events = POLLIN};
+    char text[256];
     int n = 1000;
 
     p->w.now_ns += 1000000;
     poll(&f, 1, 1);
     nvme_news(p->w.core->nvme);
     while (core_work(p->w.core))
-        cr_assert(n-- > 0, "it never comes to rest");
+        cr_assert(n-- > 0, "it never comes to rest: %s", describe(p, text, sizeof(text)));
 }
 
 void place_turns(struct place *p, int n)

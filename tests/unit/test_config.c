@@ -282,11 +282,11 @@ Test(config, sizes)
         {"9223372036854775807", INT64_MAX},
     };
     static const struct bad bad[] = {
-        {"", "is not a number"},
-        {"x", "is not a number"},
-        {"-1", "is not a number"},
-        {"+1", "is not a number"},
-        {".5G", "is not a number"},
+        {"", "is not a size such as 200M"},
+        {"x", "is not a size such as 200M"},
+        {"-1", "is not a size such as 200M"},
+        {"+1", "is not a size such as 200M"},
+        {".5G", "is not a size such as 200M"},
         {"1.G", "digits are missing"},
         {"1.0000000G", "more than six digits"},
         {"1X", "\"X\" is not a unit"},
@@ -330,7 +330,7 @@ Test(config, durations)
         {"30 seconds", "\"seconds\" is not a unit"},
         {"1.1h", "out of range: 0 to 1h"},
         {"99999999999999h", "too large"},
-        {"", "is not a number"},
+        {"", "is not a duration such as 30s"},
     };
 
     for (size_t i = 0; i < sizeof(good) / sizeof(good[0]); i++) {
@@ -352,7 +352,7 @@ Test(config, refuses_bad_values_of_daemon)
     assert_refused("daemon", "runtime_dir", long_path, "longer than 107 bytes");
     assert_refused("daemon", "hugepages", "of", "did you mean \"off\"?");
     assert_refused("daemon", "hugepages", "TRY", "did you mean \"try\"?");
-    assert_refused("daemon", "hugepages", "perhaps", "; there is off, try, require");
+    assert_refused("daemon", "hugepages", "perhaps", "it is off, try or require, not \"perhaps\"");
     assert_refused("daemon", "hugetlbfs", "huge", "not an absolute path");
     assert_refused("daemon", "page_size", "3M", "not a power of two");
     assert_refused("daemon", "page_size", "4K", "out of range: 64K to 16G");
@@ -361,14 +361,16 @@ Test(config, refuses_bad_values_of_daemon)
     assert_refused("daemon", "ring_entries_max", "100", "not a power of two");
     assert_refused("daemon", "ring_entries_max", "32768", "out of range: 16 to 16384");
     assert_refused("daemon", "core_spin", "1s", "out of range: 0 to 100ms");
-    assert_refused("daemon", "log_level", "fatal", "is not a value of it");
+    assert_refused("daemon", "log_level", "fatal",
+                   "it is error, warning, notice, info or debug, not");
     assert_refused("daemon", "max_sessions", "0", "out of range: 1 to 65536");
     free(long_path);
 }
 
 Test(config, refuses_bad_values_of_spaces_and_pools)
 {
-    assert_refused("space", "scheme", "vllm", "; there is opaque, vllm-sha256-cbor");
+    assert_refused("space", "scheme", "vllm",
+                   "it is opaque, vllm-sha256-cbor, vllm-xxhash-cbor or sglang, not");
     assert_refused("space", "scheme", "vllm-sha256-cbr", "did you mean \"vllm-sha256-cbor\"?");
     assert_refused("space", "first_parent", "abc", "3 hexadecimal digits");
     assert_refused("space", "first_parent", "zz", "not hexadecimal");
@@ -383,7 +385,7 @@ Test(config, refuses_bad_values_of_spaces_and_pools)
     assert_refused("pool", "low_water", "1%%", "neither slots nor a percentage");
     assert_refused("pool", "low_water", "%", "is not a number");
     assert_refused("pool", "low_water", "1.5", "not a whole number");
-    assert_refused("pool", "policy", "arc", "there is lru");
+    assert_refused("pool", "policy", "arc", "it is lru, not \"arc\"");
 }
 
 Test(config, refuses_bad_values_of_sockets_and_tenants)
@@ -391,7 +393,7 @@ Test(config, refuses_bad_values_of_sockets_and_tenants)
     assert_refused("socket", "path", "kvd.sock", "not an absolute path");
     assert_refused("socket", "mode", "0888", "three octal digits");
     assert_refused("socket", "mode", "1777", "three octal digits");
-    assert_refused("socket", "role", "root", "there is reader, writer, admin");
+    assert_refused("socket", "role", "root", "it is reader, writer or admin");
     assert_refused("socket", "uids", "root", "not the number of a user");
     assert_refused("socket", "uids", "1 2", "not the number of a user");
     assert_refused("socket", "uids", "4294967295", "not the number of a user");
@@ -403,7 +405,7 @@ Test(config, refuses_bad_values_of_sockets_and_tenants)
     assert_refused("socket", "spaces", "s,,s", "neither the name of a space nor a pattern");
     assert_refused("socket", "spaces", "s s", "neither the name of a space nor a pattern");
     assert_refused("socket", "spaces", "s,s,s,s,s,s,s,s,s,s,s,s,s,s,s,s,s", "more than 16");
-    assert_refused("tenant", "max_resident", "no", "is not a number");
+    assert_refused("tenant", "max_resident", "no", "is not a size such as 200M");
 }
 
 /* ---- lines */
@@ -447,7 +449,7 @@ Test(config, refuses_lines_that_are_too_long)
     char *cut = format(MINIMAL "[daemon]\nlog_level = %0*d\nlog_level = debug\n", 199 - 12, 0);
     char *comment = format(MINIMAL "[daemon]\n# %0*d log_level = debug\n", 5000, 0);
 
-    assert_error(fits, 6, "is not a value of it");
+    assert_error(fits, 6, "it is error, warning, notice");
     assert_error(cut, 6, "the line is longer than 198 bytes");
     assert_error(comment, 6, "the line is longer than 198 bytes");
     free(fits);

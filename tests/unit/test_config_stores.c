@@ -18,11 +18,13 @@ Test(config, refuses_bad_values_of_stores)
     assert_error(long_path, 7, "longer than 191 bytes");
     assert_refused("spill", "size", "1025T", "out of range: 0 to 1024T");
     assert_refused("spill", "admission", "second-touch", "did you mean \"second_touch\"?");
-    assert_refused("spill", "admission", "never", "there is all, second_touch");
+    assert_refused("spill", "admission", "never", "it is all or second_touch");
     assert_refused("spill", "queue_depth", "0", "out of range: 1 to 256");
     assert_refused("spill", "queue_depth", "257", "out of range: 1 to 256");
-    assert_refused("spill", "io", "uring", "there is auto, io_uring, threads");
-    assert_refused("spill", "register_buffers", "true", "there is auto, yes, no");
+    assert_refused("spill", "io", "uring", "it is auto, io_uring or threads, not \"uring\"");
+    assert_refused("spill", "register_buffers", "true", "it is auto, yes or no");
+    assert_refused("spill", "bandwidth", "fast", "\"fast\" is not a size such as 200M");
+    assert_refused("daemon", "stop_flush", "soon", "\"soon\" is not a duration such as 30s");
     assert_refused("spill", "bandwidth", "1Gbit", "\"Gbit\" is not a unit");
     assert_refused("daemon", "fetch_deadline", "0", "out of range: 1ms to 10min");
     assert_refused("daemon", "stop_flush", "2h", "out of range: 0 to 1h");
@@ -37,8 +39,8 @@ Test(config, stores_need_their_pool)
     char *space = format(MINIMAL "[spill t/p/n]\n%s", keys);
     char *long_names = format(MINIMAL "[spill %062d/%062d/%063d]\n%s", 1, 2, 3, keys);
 
-    assert_error(other, 8, "there is no [pool s/kv]; did you mean \"kvs\"?");
-    assert_error(space, 5, "there is no [pool t/p]; did you mean \"s\"?");
+    assert_error(other, 8, "there is no [pool s/kv]; did you mean \"s/kvs\"?");
+    assert_error(space, 5, "there is no [pool t/p]; did you mean \"s/p\"?");
     assert_error(long_names, 5, "there is no [pool 000");
     free(other);
     free(space);
@@ -107,7 +109,7 @@ Test(config, warns_of_stores_that_are_of_little_use)
 Test(config, stores_of_one_path_are_refused)
 {
     assert_error(MINIMAL STORE "[spill s/p/m]\nsize = 64M\npath = " NOWHERE "/n\n", 10,
-                 "path: store \"n\" has the same one");
+                 "path: [spill s/p/n] has this path already");
 }
 
 Test(config, digest_threads)
@@ -133,7 +135,7 @@ static void assert_one_file(const char *a, const char *b)
 {
     char *text = two_stores(a, b);
 
-    assert_error(text, 10, "path: it is the same file as ");
+    assert_error(text, 10, " of [spill s/p/a]");
     free(text);
 }
 

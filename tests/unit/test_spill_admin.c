@@ -5,6 +5,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "spill_world.h"
 
@@ -157,25 +158,69 @@ ADMIN_TEST(trimming_keeps_all_objects)
     place_close(&p);
 }
 
-/* The configuration was made smaller: the rest of the file is left alone. */
-ADMIN_TEST(a_store_may_be_larger_than_its_configuration)
+/* What lies behind the configured size could neither be found nor removed, and would come back one day. */
+ADMIN_TEST(a_store_larger_than_its_configuration_is_refused_and_a_smaller_one_used_as_it_is)
 {
     static const char small[] = POOL "[spill s/kv/disk]\npath = %s/disk\nsize = 4M\n";
-    struct task_status t;
-    uint32_t used;
+    static const char large[] = POOL "[spill s/kv/disk]\npath = %s/disk\nsize = 64M\n";
+    struct store_status status;
 
     make_store(POOL DISK);
     place_open(&p, small);
-    cr_assert_str_eq(place_status(&p, NAME).state, "online", "%s", place_status(&p, NAME).problem);
-    used = place_status(&p, NAME).used;
-    cr_assert_gt(used, 10u);
-    cr_assert_lt(used, N);
-    t = run_task(SPILL_TRIM);
-    cr_assert(t.status == 0 || t.status == -EOPNOTSUPP, "%s", t.result);
-    cr_assert_eq(fetch_all(), used);
+    status = place_status(&p, NAME);
+    cr_assert_str_eq(status.state, "offline");
+    cr_assert(strstr(status.problem, "its configured size") && strstr(status.fix, "size = 16M"),
+              "%s; %s", status.problem, status.fix);
     place_close(&p);
-    place_open(&p, POOL DISK);
+    place_open(&p, large);
+    cr_assert_str_eq(place_status(&p, NAME).state, "online");
     cr_assert_eq(fetch_all(), N);
+    place_close(&p);
+}
+
+/* And offline again before that has come to an end. */
+ADMIN_TEST(a_store_goes_online_after_its_opening_was_called_off)
+{
+    make_store(POOL DISK);
+    place_open(&p, POOL DISK);
+    for (int i = 0; i < 20; i++) {
+        place_act(&p, NAME, SPILL_OFFLINE, false);
+        place_act(&p, NAME, SPILL_ONLINE, false);
+        place_turns(&p, i % 3);
+        place_act(&p, NAME, SPILL_OFFLINE, false);
+        place_act(&p, NAME, SPILL_ONLINE, false);
+        place_await_state(&p, NAME, "online");
+    }
+    cr_assert_eq(fetch_all(), N);
+    place_close(&p);
+}
+
+ADMIN_TEST(a_store_whose_file_was_deleted_says_so)
+{
+    char path[128];
+
+    make_store(POOL DISK);
+    place_open(&p, POOL DISK);
+    cr_assert_null(place_status(&p, NAME).problem);
+    snprintf(path, sizeof(path), "%s/disk", p.dir);
+    cr_assert_eq(unlink(path), 0);
+    cr_assert(strstr(place_status(&p, NAME).problem, "deleted"));
+    cr_assert_eq(fetch_all(), N); /* as long as it lasts */
+    place_close(&p);
+}
+
+ADMIN_TEST(what_is_in_ram_is_written_once_there_is_room_again)
+{
+    p.parent = no_parent;
+    place_open_faulty(&p, POOL DISK, "write:error=ENOSPC:times=1");
+    place_put_all(&p, 0, N);
+    place_await_state(&p, NAME, "read-only");
+    place_turns(&p, 20);
+    cr_assert_lt(place_count_stored(&p, N), N);
+    cr_assert_lt(run_task(SPILL_SYNC).status, 0);
+    place_act(&p, NAME, SPILL_ONLINE, false);
+    cr_assert_eq(run_task(SPILL_SYNC).status, 0);
+    cr_assert_eq(place_count_stored(&p, N), N);
     place_close(&p);
 }
 

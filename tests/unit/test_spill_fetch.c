@@ -331,11 +331,11 @@ FETCH_TEST(a_resident_object_is_held_too_and_holds_are_limited)
 {
     place_open_filled(&p, POOL, 2, "");
     cr_assert_eq(place_fetch(&p, 1), 0);
-    for (uint32_t i = 0; i < 65536; i++)
+    for (uint32_t i = 0; i < 16384; i++)
         cr_assert_eq(place_ask(&p, 1, i), 0);
-    cr_assert_eq(p.attach->n_held, 65536u);
+    cr_assert_eq(p.attach->n_held, 16384u);
     cr_assert_eq(place_fetch(&p, 0), 0);
-    cr_assert_eq(p.attach->n_held, 65536u);
+    cr_assert_eq(p.attach->n_held, 16384u);
     cr_assert_eq(pool_evict(p.w.pool, 2, HISTORY_EVICTED), 0u);
     session_end(p.session, true);
     place_drop_ram(&p);

@@ -360,8 +360,8 @@ Test(compare, what_is_different_is_said)
     g = golden_geometry();
     g.parts = 6;
     g.part_bytes = 4096;
-    cr_assert_str_eq(compared(&g), "the store has slots of 6 parts of 4096 bytes, this pool 3 "
-                                   "parts of 12288 bytes");
+    cr_assert_str_eq(compared(&g), "the store has slots of 24 KiB (6 parts), this pool of 36 KiB "
+                                   "(3 parts)");
     g = golden_geometry();
     g.identity[15] ^= 1;
     cr_assert_not_null(strstr(compared(&g), "another model or key scheme"));
@@ -601,4 +601,24 @@ Test(pieces, offsets_of_sectors)
     cr_assert_eq(format_user_sector_offset(&s, 31), s.user);
     cr_assert_eq(format_user_sector_offset(&s, 64), s.user + 8192);
     cr_assert_eq(format_slot_offset(&s, 2), s.data + 2 * 36864);
+}
+
+static void assert_size(uint64_t bytes, const char *exact, const char *rounded)
+{
+    char buf[FORMAT_SIZE_TEXT];
+
+    cr_assert_str_eq(format_size(bytes, true, buf), exact);
+    cr_assert_str_eq(format_size(bytes, false, buf), rounded);
+}
+
+Test(format, sizes_are_for_people)
+{
+    assert_size(0, "0 bytes", "0 bytes");
+    assert_size(1023, "1023 bytes", "1023 bytes");
+    assert_size(65536, "64 KiB", "64 KiB");
+    assert_size(921600ull << 20, "900 GiB", "900 GiB");
+    assert_size(153944064, "150336 KiB", "146 MiB");
+    assert_size(3ull << 39, "1536 GiB", "1.5 TiB");
+    assert_size(5000ull << 40, "5000 TiB", "5000 TiB");
+    assert_size(1048577, "1048577 bytes", "1.0 MiB");
 }

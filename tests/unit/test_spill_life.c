@@ -395,7 +395,7 @@ static uint32_t remove_tenant(uint32_t tenant)
     uint32_t cursor = 0, n = 0;
 
     do
-        n += spill_remove_tenant(p.w.pool, tenant, &cursor);
+        n += spill_remove_tenant(p.w.pool, &tenant, &cursor);
     while (cursor);
     return n;
 }

@@ -101,11 +101,11 @@ Test(make, a_missing_device_is_not_made_as_a_file)
 static void check_full(const struct store_spec *spec)
 {
     struct statvfs before, after;
-    char says[64];
+    char says[64], free[FORMAT_SIZE_TEXT];
 
     cr_assert_eq(statvfs(path_of("fs"), &before), 0);
-    snprintf(says, sizeof(says), "does not fit, %llu MiB are free",
-             (unsigned long long)(before.f_bavail * before.f_frsize >> 20));
+    snprintf(says, sizeof(says), "does not fit, %s are free",
+             format_size(before.f_bavail * before.f_frsize, false, free));
     assert_fails(spec, STORE_OPEN, -ENOSPC, says);
     cr_assert_eq(atomic_load(&faults.allocate.calls), 0, "filled for a moment");
     cr_assert_eq(access(spec->path, F_OK), -1);
@@ -507,7 +507,8 @@ Test(open_store, of_another_pool_or_model_says_which)
     assert_fails(&other, STORE_OPEN, -EMEDIUMTYPE, "another model");
     other = spec;
     other.geometry.part_bytes = 4096;
-    assert_fails(&other, STORE_OPEN, -EMEDIUMTYPE, "parts of 4096 bytes");
+    assert_fails(&other, STORE_OPEN, -EMEDIUMTYPE,
+                 "slots of 64 KiB (2 parts), this pool of 8 KiB (2 parts)");
     made(&spec, STORE_OPEN);
 }
 
@@ -603,7 +604,48 @@ Test(open_store, what_is_no_file)
     cr_assert_eq(mkdir(spec.path, 0700), 0);
     assert_fails(&spec, STORE_FORMAT, -EINVAL, "neither a regular file nor");
     spec.path = path_of("no/such/folder");
-    assert_fails(&spec, STORE_OPEN, -ENOENT, "open");
+    assert_fails(&spec, STORE_OPEN, -ENOENT, "no/such does not exist; fix: install -d -m 0700 ");
+    spec.path = "/proc/self/store";
+    assert_fails(&spec, STORE_OPEN, -ENOENT, "no file can be made in /proc/self; fix: another");
+}
+
+Test(open_store, says_which_user_may_not)
+{
+    struct store_spec spec = spec_of(path_of("s")), new = spec_of(path_of("t"));
+    char says[64];
+
+    need_root();
+    made(&spec, STORE_OPEN);
+    cr_assert_eq(chmod(path_of("."), 0755), 0);
+    cr_assert_eq(seteuid(65534), 0);
+    assert_fails(&spec, STORE_OPEN, -EACCES, "user 65534 may not open it (mode 0600, user 0)");
+    assert_fails(&spec, STORE_OPEN, -EACCES, "; fix: chown 65534 ");
+    assert_fails(&new, STORE_OPEN, -EACCES, "user 65534 may not make files in ");
+    new.path = path_of("no/folder");
+    snprintf(says, sizeof(says), "fix: install -d -m 0700 -o 65534 -g %u ", getegid());
+    assert_fails(&new, STORE_OPEN, -ENOENT, says);
+    cr_assert_eq(seteuid(0), 0);
+    cr_assert_eq(chmod(path_of("."), 0700), 0);
+    cr_assert_eq(seteuid(65534), 0);
+    assert_fails(&spec, STORE_OPEN, -EACCES, "user 65534 may not look into its directory");
+    cr_assert_eq(seteuid(0), 0);
+}
+
+Test(open_store, names_the_command_that_makes_it_anew)
+{
+    struct store_spec spec = spec_of(path_of("s")), other;
+    struct format_super s = made(&spec, STORE_OPEN);
+
+    spec.name = "llama/kv/a";
+    other = spec;
+    other.geometry.part_bytes = 4096;
+    assert_fails(&other, STORE_OPEN, -EMEDIUMTYPE, "or `kvctl spill format llama/kv/a`");
+    put_record(spec.path, &s, 5, 1);
+    assert_fails(&other, STORE_OPEN, -EMEDIUMTYPE, "or `kvctl spill format llama/kv/a --force`");
+    assert_fails(&spec, STORE_FORMAT, -EEXIST, "fix: `kvctl spill format llama/kv/a --force` if");
+    cr_assert_eq(truncate(spec.path, 3 * MIB), 0);
+    assert_fails(&spec, STORE_OPEN, -EINVAL, "fix: `kvctl spill format llama/kv/a`");
+    made(&spec, STORE_FORMAT);
 }
 
 /* ---- the lock */
