@@ -261,8 +261,7 @@ static bool rings_wait(const struct run *r)
     for (int i = 0; i < MODEL_SESSIONS; i++) {
         const struct process *p = &r->process[i];
 
-        if (p->session && !p->doomed && r->model.session[i].state == M_ATTACHED && p->n_posted &&
-            p->n_answers < p->entries)
+        if (p->session && !p->doomed && r->model.session[i].state == M_ATTACHED && process_waits(p))
             return true;
     }
     return false;

@@ -56,6 +56,13 @@ struct process {
     uint32_t first_posted, n_posted, n_answers;
 };
 
+/* A request waits, and there is room for its answer; an observation has none. */
+static inline bool process_waits(const struct process *p)
+{
+    return p->n_posted &&
+           (p->n_answers < p->entries || p->posted[p->first_posted % RUN_RING].op == SHM_OBSERVE);
+}
+
 struct pin {
     int process, pool;
     enum m_source source;

@@ -172,13 +172,6 @@ static void serve_one(struct run *r, int process)
     p->n_posted--;
 }
 
-/* An observation needs no room for an answer. */
-static bool may_serve(const struct process *p)
-{
-    return p->n_posted && (p->n_answers < p->entries ||
-                           p->posted[p->first_posted % RUN_RING].op == SHM_OBSERVE);
-}
-
 void op_serve(struct run *r)
 {
     int process = run_pick(r, has_rings);
@@ -189,9 +182,9 @@ void op_serve(struct run *r)
         return;
     p = &r->process[process];
     run_note(r, "process %d is served, %u wait:", process, p->n_posted);
-    while (n-- && may_serve(p))
+    while (n-- && process_waits(p))
         serve_one(r, process);
-    if (!may_serve(p))
+    if (!process_waits(p))
         expect(session_serve(p->session, 1) == 0, "served without a request or room to answer");
 }
 
