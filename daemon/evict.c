@@ -93,6 +93,14 @@ int pool_hold_new(struct pool *p)
     return r;
 }
 
+void pool_hold(struct pool *p, uint32_t slot, int by)
+{
+    struct shm_pin *pin = &p->held->pins[slot];
+
+    atomic_store_explicit(&pin->count, shm_load32(&pin->count) + (uint32_t)by,
+                          memory_order_relaxed);
+}
+
 int pool_add_source(struct pool *p, struct shm_pins *pins, size_t bytes, struct attach *a)
 {
     if (p->n_sources == p->max_sources) {

@@ -189,6 +189,9 @@ bool pool_keep_free(struct pool *p);
 /* Makes p->held, if it is not there yet. */
 int pool_hold_new(struct pool *p);
 
+/* Counts the daemon's own pins of a slot up or down. */
+void pool_hold(struct pool *p, uint32_t slot, int by);
+
 int pool_add_source(struct pool *p, struct shm_pins *pins, size_t bytes, struct attach *a);
 void pool_drop_sources(struct pool *p, const struct attach *a);
 

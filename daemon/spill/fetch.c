@@ -29,20 +29,12 @@
 #define WAITING_MAX  16384u
 #define DEADLINE_MAX 600000u /* ms */
 
-static void hold(struct pool *p, uint32_t slot, int by)
-{
-    struct shm_pin *pin = &p->held->pins[slot];
-
-    atomic_store_explicit(&pin->count, shm_load32(&pin->count) + (uint32_t)by,
-                          memory_order_relaxed);
-}
-
 /* ---- waiters */
 
 static void waiter_free(struct waiter *w)
 {
     if (w->state == WAITER_HELD) {
-        hold(w->attach->pool, w->slot, -1);
+        pool_hold(w->attach->pool, w->slot, -1);
         w->attach->n_held--;
     }
     list_remove(&w->in_attach);
@@ -130,7 +122,7 @@ static void hold_for(struct waiter *w, uint32_t slot)
     w->slot = slot;
     w->stamp = look_at(w->attach, slot).stamp;
     w->until_ns = core_now_ns(w->attach->pool->core) + n->options.fetch_hold_ns;
-    hold(w->attach->pool, slot, 1);
+    pool_hold(w->attach->pool, slot, 1);
     list_append(&n->held, &w->in_nvme);
 }
 

@@ -246,14 +246,6 @@ static void fill_meta(const struct pool *p, uint32_t slot, struct transfer *t)
     memcpy(t->user, m->user, sizeof(t->user));
 }
 
-static void hold(struct pool *p, uint32_t slot, int by)
-{
-    struct shm_pin *pin = &p->held->pins[slot];
-
-    atomic_store_explicit(&pin->count, shm_load32(&pin->count) + (uint32_t)by,
-                          memory_order_relaxed);
-}
-
 static int begin(struct store *st, uint32_t slot, uint32_t parent)
 {
     struct spill *s = st->spill;
@@ -275,7 +267,7 @@ static int begin(struct store *st, uint32_t slot, uint32_t parent)
         t->parent = parent;
         t->parent_use = s->records[parent].use;
     }
-    hold(s->pool, slot, 1);
+    pool_hold(s->pool, slot, 1);
     s->slots[slot].transfer = t;
     set_state(s, slot, SPILLED_WRITING);
     s->writing++;
@@ -443,7 +435,7 @@ void write_pieces_done(struct transfer *t)
     struct spill *s = t->store->spill;
     struct pool *p = s->pool;
 
-    hold(p, t->slot, -1);
+    pool_hold(p, t->slot, -1);
     if (t->error == -EFAULT)
         space_offline(p->space, "a writer has truncated the memory of its pool");
     if (t->error || t->store->state != STORE_ONLINE) {
