@@ -344,7 +344,7 @@ static bool begin_next(struct spill *s, uint32_t *left)
 {
     uint32_t first = s->queue.first, slot = first, parent;
     struct store *st;
-    bool ever;
+    bool ever, queued;
     enum verdict v;
     int e;
 
@@ -366,6 +366,7 @@ static bool begin_next(struct spill *s, uint32_t *left)
     st = choose(s, slot, &ever);
     if (!st && ever)
         return false;
+    queued = s->slots[slot].state == SPILLED_QUEUED;
     dequeue(s, slot);
     e = st ? begin(st, slot, parent) : -ENOSPC;
     if (e == 0)
@@ -373,7 +374,9 @@ static bool begin_next(struct spill *s, uint32_t *left)
     if (st)
         store_unwrite(st, physical_bytes(s->pool, slot));
     if (e == -EAGAIN) {
-        enqueue_first(s, slot);
+        /* An ancestor that was in no queue is in none again: `first` comes back to it. */
+        if (queued)
+            enqueue_first(s, slot);
         s->again = true;
         return false;
     }

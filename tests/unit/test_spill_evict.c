@@ -125,6 +125,30 @@ EVICT_TEST(however_many_are_in_ram_as_well_the_others_make_room)
     place_close(&p);
 }
 
+/* The child wants its parent to go first, which was refused; nobody must try that for ever. */
+EVICT_TEST(a_child_of_what_was_refused_is_refused_too)
+{
+    uint64_t refused;
+
+    place_open(&p, "[space s]\n[pool s/kv]\nslot = 16K\nslots = 256\nlow_water = 0\n"
+                   "high_water = 0\n" DISK);
+    for (uint64_t i = 0; i < records(); i++)
+        cr_assert_eq(place_put(&p, 100 * i), RESERVE_NEW);
+    place_write_all(&p); /* full of what is in ram as well */
+    cr_assert_eq(place_status(&p, "s/kv/disk").used, records());
+    cr_assert_eq(place_put(&p, 100000), RESERVE_NEW);
+    place_write_all(&p);
+    refused = spill_stats(p.w.pool)->refused;
+    cr_assert_gt(refused, 0u);
+    for (uint64_t i = 100001; i < 100005; i++) {
+        cr_assert_eq(place_put(&p, i), RESERVE_NEW);
+        place_write_all(&p);
+    }
+    cr_assert_gt(spill_stats(p.w.pool)->refused, refused);
+    cr_assert_eq(place_status(&p, "s/kv/disk").used, records());
+    place_close(&p);
+}
+
 EVICT_TEST(a_store_smaller_than_its_pool_refuses_and_keeps_what_it_has)
 {
     place_open(&p, "[space s]\n[pool s/kv]\nslot = 16K\nslots = 256\nlow_water = 0\n"
