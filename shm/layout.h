@@ -292,7 +292,7 @@ enum shm_op {
 
 enum {
     SHM_HAS_PARENT = 1 << 0,
-    /* Fetch: goes with the entry before it. Once one of such a batch cannot be had, the rest is not tried:
+    /* Fetch: goes with the entry before it. Once one of such a batch is refused at once, the rest is not tried:
      * its status is theirs. */
     SHM_GOES_ON = 1 << 1,
 };

@@ -50,7 +50,7 @@ static void answer_call(struct fetch_call *call, uint32_t index, int status)
         call->done(call);
 }
 
-/* Completions of what was promised have room kept for them: session_promise(). */
+/* Completions of what was promised have room kept for them: take() in daemon/rings.c. */
 static void answer(struct waiter *w, int status)
 {
     struct shm_completion c = {.user_data = w->tag, .status = status, .slot = SHM_NO_SLOT};

@@ -374,7 +374,6 @@ static void serve_wanted(struct store *st)
             list_remove(i);
             if (t->kind == TRANSFER_WRITE ? try_write(st, t, user) : try_read(st, t, user))
                 continue;
-            t = NULL;
             i->prev = &c->want[user]; /* back in front */
             i->next = c->want[user].next;
             c->want[user].next->prev = i;

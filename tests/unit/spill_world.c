@@ -540,3 +540,36 @@ void place_rename(struct place *p, const char *from, const char *to)
     snprintf(b, sizeof(b), "%s/%s", p->dir, to);
     cr_assert_eq(rename(a, b), 0);
 }
+
+uint64_t place_no_parent(uint64_t i)
+{
+    (void)i;
+    return PLACE_ROOT;
+}
+
+void place_fill(struct place *p, const char *text, uint64_t n)
+{
+    p->parent = place_no_parent;
+    place_open(p, text);
+    place_put_all(p, 0, n);
+    place_write_all(p);
+}
+
+void place_make_store(struct place *p, const char *text, uint64_t n)
+{
+    place_fill(p, text, n);
+    place_close(p);
+}
+
+uint32_t place_fetch_all(struct place *p, uint64_t n)
+{
+    uint32_t right = 0;
+
+    for (uint64_t i = 0; i < n; i++) {
+        if (place_fetch(p, i) != 0)
+            continue;
+        place_check_object(p, i);
+        right++;
+    }
+    return right;
+}

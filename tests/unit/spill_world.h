@@ -127,4 +127,14 @@ void place_rename(struct place *p, const char *from, const char *to);
     }                                                                                              \
     static void name(void)
 
+/* For p->parent: no object has one. */
+uint64_t place_no_parent(uint64_t i);
+
+/* Opens, and stores objects 0 .. n - 1 without parents; then goes, too. */
+void place_fill(struct place *p, const char *text, uint64_t n);
+void place_make_store(struct place *p, const char *text, uint64_t n);
+
+/* Fetches them all; those that come are right. How many. */
+uint32_t place_fetch_all(struct place *p, uint64_t n);
+
 #endif

@@ -20,40 +20,6 @@ static struct place p;
 
 #define ADMIN_TEST(name) PLACE_TEST(spill_admin, name)
 
-static uint64_t no_parent(uint64_t i)
-{
-    (void)i;
-    return PLACE_ROOT;
-}
-
-static void fill(const char *text)
-{
-    p.parent = no_parent;
-    place_open(&p, text);
-    place_put_all(&p, 0, N);
-    place_write_all(&p);
-}
-
-static void make_store(const char *text)
-{
-    fill(text);
-    place_close(&p);
-}
-
-/* Fetches all; those that come are right. How many. */
-static uint32_t fetch_all(void)
-{
-    uint32_t right = 0;
-
-    for (uint64_t i = 0; i < N; i++) {
-        if (place_fetch(&p, i) != 0)
-            continue;
-        place_check_object(&p, i);
-        right++;
-    }
-    return right;
-}
-
 static struct task_status run_task(enum spill_action action)
 {
     place_act(&p, NAME, action, false);
@@ -78,7 +44,7 @@ ADMIN_TEST(a_scrub_finds_a_flipped_bit_and_drops_that_object_only)
 {
     struct task_status t;
 
-    make_store(POOL DISK);
+    place_make_store(&p, POOL DISK, N);
     place_open(&p, POOL DISK);
     place_flip(&p, "disk", data_of(17) + 1234);
     place_flip(&p, "disk", data_of(40));
@@ -89,7 +55,7 @@ ADMIN_TEST(a_scrub_finds_a_flipped_bit_and_drops_that_object_only)
     cr_assert_not(place_stored(&p, 17) || place_stored(&p, 40));
     t = run_task(SPILL_SCRUB);
     cr_assert_str_eq(t.result, "0 broken objects were dropped");
-    cr_assert_eq(fetch_all(), N - 2);
+    cr_assert_eq(place_fetch_all(&p, N), N - 2);
     place_turns(&p, 20);
     place_close(&p);
     place_open(&p, POOL DISK);
@@ -101,7 +67,7 @@ ADMIN_TEST(a_scrub_can_be_stopped_and_goes_on_beside_traffic)
 {
     char why[384];
 
-    fill(POOL DISK);
+    place_fill(&p, POOL DISK, N);
     place_drop_ram(&p);
     place_act(&p, NAME, SPILL_SCRUB, false);
     cr_assert_lt(store_act(place_store(&p, NAME), SPILL_SCRUB, false, 0, why, sizeof(why)), 0);
@@ -110,7 +76,7 @@ ADMIN_TEST(a_scrub_can_be_stopped_and_goes_on_beside_traffic)
     place_act(&p, NAME, SPILL_STOP, false);
     cr_assert_eq(place_status(&p, NAME).task.status, -ECANCELED);
     place_act(&p, NAME, SPILL_SCRUB, false);
-    cr_assert_eq(fetch_all(), N);
+    cr_assert_eq(place_fetch_all(&p, N), N);
     while (place_status(&p, NAME).task.running)
         place_turn(&p);
     cr_assert_eq(store_act(place_store(&p, NAME), SPILL_SCRUB, false, 1 << 20, why, sizeof(why)),
@@ -128,7 +94,7 @@ ADMIN_TEST(a_scrub_keeps_to_its_rate)
     char why[384];
     int turns = 0;
 
-    make_store(POOL DISK);
+    place_make_store(&p, POOL DISK, N);
     place_open(&p, POOL DISK);
     cr_assert_eq(store_act(place_store(&p, NAME), SPILL_SCRUB, false, 16 << 20, why, sizeof(why)),
                  0);
@@ -142,7 +108,7 @@ ADMIN_TEST(trimming_keeps_all_objects)
 {
     struct task_status t;
 
-    make_store(POOL DISK);
+    place_make_store(&p, POOL DISK, N);
     place_open(&p, POOL DISK);
     for (uint64_t i = 0; i < N; i += 3) {
         struct shm_key k = world_key(i);
@@ -151,7 +117,7 @@ ADMIN_TEST(trimming_keeps_all_objects)
     }
     t = run_task(SPILL_TRIM);
     cr_assert(t.status == 0 || t.status == -EOPNOTSUPP, "%s", t.result);
-    cr_assert_eq(fetch_all(), N - (N + 2) / 3);
+    cr_assert_eq(place_fetch_all(&p, N), N - (N + 2) / 3);
     cr_assert_eq(place_put(&p, 999), RESERVE_NEW);
     place_write_all(&p);
     cr_assert(place_stored(&p, 999));
@@ -165,7 +131,7 @@ ADMIN_TEST(a_store_larger_than_its_configuration_is_refused_and_a_smaller_one_us
     static const char large[] = POOL "[spill s/kv/disk]\npath = %s/disk\nsize = 64M\n";
     struct store_status status;
 
-    make_store(POOL DISK);
+    place_make_store(&p, POOL DISK, N);
     place_open(&p, small);
     status = place_status(&p, NAME);
     cr_assert_str_eq(status.state, "offline");
@@ -174,14 +140,14 @@ ADMIN_TEST(a_store_larger_than_its_configuration_is_refused_and_a_smaller_one_us
     place_close(&p);
     place_open(&p, large);
     cr_assert_str_eq(place_status(&p, NAME).state, "online");
-    cr_assert_eq(fetch_all(), N);
+    cr_assert_eq(place_fetch_all(&p, N), N);
     place_close(&p);
 }
 
 /* And offline again before that has come to an end. */
 ADMIN_TEST(a_store_goes_online_after_its_opening_was_called_off)
 {
-    make_store(POOL DISK);
+    place_make_store(&p, POOL DISK, N);
     place_open(&p, POOL DISK);
     for (int i = 0; i < 20; i++) {
         place_act(&p, NAME, SPILL_OFFLINE, false);
@@ -191,7 +157,7 @@ ADMIN_TEST(a_store_goes_online_after_its_opening_was_called_off)
         place_act(&p, NAME, SPILL_ONLINE, false);
         place_await_state(&p, NAME, "online");
     }
-    cr_assert_eq(fetch_all(), N);
+    cr_assert_eq(place_fetch_all(&p, N), N);
     place_close(&p);
 }
 
@@ -199,19 +165,19 @@ ADMIN_TEST(a_store_whose_file_was_deleted_says_so)
 {
     char path[128];
 
-    make_store(POOL DISK);
+    place_make_store(&p, POOL DISK, N);
     place_open(&p, POOL DISK);
     cr_assert_null(place_status(&p, NAME).problem);
     snprintf(path, sizeof(path), "%s/disk", p.dir);
     cr_assert_eq(unlink(path), 0);
     cr_assert(strstr(place_status(&p, NAME).problem, "deleted"));
-    cr_assert_eq(fetch_all(), N); /* as long as it lasts */
+    cr_assert_eq(place_fetch_all(&p, N), N); /* as long as it lasts */
     place_close(&p);
 }
 
 ADMIN_TEST(what_is_in_ram_is_written_once_there_is_room_again)
 {
-    p.parent = no_parent;
+    p.parent = place_no_parent;
     place_open_faulty(&p, POOL DISK, "write:error=ENOSPC:times=1");
     place_put_all(&p, 0, N);
     place_await_state(&p, NAME, "read-only");
@@ -228,7 +194,7 @@ ADMIN_TEST(a_sync_ends_when_everything_is_written)
 {
     struct task_status t;
 
-    p.parent = no_parent;
+    p.parent = place_no_parent;
     place_open_faulty(&p, POOL DISK, "write:delay=2");
     place_put_all(&p, 0, N);
     t = run_task(SPILL_SYNC);
@@ -242,7 +208,7 @@ ADMIN_TEST(formatting_asks_for_force_when_something_would_be_lost)
 {
     char why[384] = "";
 
-    make_store(POOL DISK);
+    place_make_store(&p, POOL DISK, N);
     place_open(&p, POOL DISK);
     cr_assert_eq(store_act(place_store(&p, NAME), SPILL_FORMAT, false, 0, why, sizeof(why)),
                  -EEXIST);
@@ -267,7 +233,7 @@ ADMIN_TEST(stores_come_and_go_under_traffic)
     uint64_t tag;
     char why[384];
 
-    p.parent = no_parent;
+    p.parent = place_no_parent;
     place_open_faulty(&p, POOL DISK, "any:delay=1");
     for (uint64_t i = 0; i < 1200; i++) {
         place_put(&p, i);
@@ -334,7 +300,7 @@ ADMIN_TEST(an_object_that_two_stores_have_is_read_from_one_while_the_other_is_lo
     struct shm_key k = world_key(0);
     uint64_t tag;
 
-    p.parent = no_parent;
+    p.parent = place_no_parent;
     p.faulty = "disk";
     place_open_faulty(&p, POOL DISK "[spill s/kv/other]\npath = %s/other\nsize = 16M\n",
                       "read:hang:from=2M:to=1G");
@@ -370,7 +336,7 @@ ADMIN_TEST(what_is_in_ram_is_recognised_when_its_store_comes_back)
 {
     uint64_t written;
 
-    fill(POOL DISK);
+    place_fill(&p, POOL DISK, N);
     place_act(&p, NAME, SPILL_OFFLINE, false);
     place_await_state(&p, NAME, "offline");
     place_turns(&p, 3);
@@ -390,6 +356,6 @@ ADMIN_TEST(what_is_in_ram_is_recognised_when_its_store_comes_back)
     place_drop_ram(&p);
     cr_assert_eq(place_status(&p, NAME).stats.physical_written, written);
     cr_assert_eq(spill_stats(p.w.pool)->evicted_clean, N);
-    cr_assert_eq(fetch_all(), N);
+    cr_assert_eq(place_fetch_all(&p, N), N);
     place_close(&p);
 }

@@ -17,15 +17,9 @@ static struct place p;
 
 #define ATTACK_TEST(name) PLACE_TEST(spill_attack, name)
 
-static uint64_t no_parent(uint64_t i)
-{
-    (void)i;
-    return PLACE_ROOT;
-}
-
 static void stored(const char *text, uint64_t n)
 {
-    p.parent = no_parent;
+    p.parent = place_no_parent;
     place_open(&p, text);
     place_put_all(&p, 0, n);
     place_write_all(&p);
@@ -74,7 +68,7 @@ ATTACK_TEST(what_was_removed_stays_removed_when_the_daemon_stops)
 
 static void removed_with(const char *fault)
 {
-    p.parent = no_parent;
+    p.parent = place_no_parent;
     place_open_filled(&p, POOL DISK, 8, fault);
     removed(3);
     place_turns(&p, 200);
@@ -97,7 +91,7 @@ ATTACK_TEST(one_failed_read_of_the_table_does_not_bring_back_what_was_removed)
 
 ATTACK_TEST(an_older_copy_in_another_store_does_not_outlive_a_removal)
 {
-    p.parent = no_parent;
+    p.parent = place_no_parent;
     place_open(&p, POOL DISK OTHER);
     turn_off(ONAME);
     place_put_all(&p, 0, 4);
@@ -124,7 +118,7 @@ ATTACK_TEST(a_store_that_cannot_close_poisons_no_key)
     char faults[200];
     uint64_t tag, at;
 
-    p.parent = no_parent;
+    p.parent = place_no_parent;
     place_open(&p, POOL DISK);
     place_super(&p, "disk", &s);
     place_close(&p);
@@ -165,7 +159,7 @@ ATTACK_TEST(a_ring_full_of_fetches_takes_their_cancelling)
     struct shm_request cancel = {.op = SHM_CANCEL, .cancel = {.n = 100}};
     struct session *s;
 
-    p.parent = no_parent;
+    p.parent = place_no_parent;
     place_open_filled(&p, POOL DISK, 32, "read:hang:from=2M:to=1G");
     s = world_session(&p.w, "", 16);
     world_attach(s, p.w.pool);

@@ -19,12 +19,6 @@ static char text[512];
 #define DAMAGE_TEST(name) PLACE_TEST(spill_damage, name)
 
 /* Roots: each by itself. */
-static uint64_t no_parent(uint64_t i)
-{
-    (void)i;
-    return PLACE_ROOT;
-}
-
 /* "FAULT:from=..:to=.." for a region of the store. */
 enum region {
     SUPER,
@@ -52,7 +46,7 @@ static const char *at(const char *fault, enum region where, const char *rest)
 /* Stored under no faults: N objects. */
 static void make_store(void)
 {
-    p.parent = no_parent;
+    p.parent = place_no_parent;
     place_open(&p, POOL DISK);
     place_put_all(&p, 0, N);
     place_write_all(&p);
@@ -201,7 +195,7 @@ static void write_with(const char *fault, enum region where, const char *rest,
 {
     uint32_t stored, right = 0;
 
-    p.parent = no_parent;
+    p.parent = place_no_parent;
     place_open(&p, POOL DISK);
     place_close(&p);
     place_open_faulty(&p, POOL DISK, at(fault, where, rest));
@@ -228,7 +222,7 @@ static void write_with(const char *fault, enum region where, const char *rest,
 
 DAMAGE_TEST(what_could_not_be_written_is_not_stored)
 {
-    p.parent = no_parent;
+    p.parent = place_no_parent;
     place_open(&p, POOL DISK);
     place_close(&p);
     place_open_faulty(&p, POOL DISK, at("write:error=EIO", DATA, ":after=10:times=5"));
@@ -396,7 +390,7 @@ DAMAGE_TEST(many_reads_fail_at_once)
 
 DAMAGE_TEST(many_writes_fail_at_once)
 {
-    p.parent = no_parent;
+    p.parent = place_no_parent;
     place_open_faulty(&p, POOL DISK, "write:error=EIO:from=1M:to=1G");
     place_put_all(&p, 0, N);
     place_await_state(&p, NAME, "offline");
@@ -438,7 +432,7 @@ DAMAGE_TEST(a_full_file_system_makes_the_store_read_only)
 
 DAMAGE_TEST(read_only_ends_when_an_administrator_says_so)
 {
-    p.parent = no_parent;
+    p.parent = place_no_parent;
     place_open_faulty(&p, POOL DISK, "write:error=ENOSPC:from=1M:to=1G:times=1");
     cr_assert_eq(place_put(&p, 0), RESERVE_NEW);
     place_await_state(&p, NAME, "read-only");

@@ -20,40 +20,6 @@ static struct place p;
 
 #define LIFE_TEST(name) PLACE_TEST(spill_life, name)
 
-static uint64_t no_parent(uint64_t i)
-{
-    (void)i;
-    return PLACE_ROOT;
-}
-
-static void fill(const char *text)
-{
-    p.parent = no_parent;
-    place_open(&p, text);
-    place_put_all(&p, 0, N);
-    place_write_all(&p);
-}
-
-static void make_store(const char *text)
-{
-    fill(text);
-    place_close(&p);
-}
-
-/* Fetches all; those that come are right. How many. */
-static uint32_t fetch_all(void)
-{
-    uint32_t right = 0;
-
-    for (uint64_t i = 0; i < N; i++) {
-        if (place_fetch(&p, i) != 0)
-            continue;
-        place_check_object(&p, i);
-        right++;
-    }
-    return right;
-}
-
 /* ---- files that are not what they should be */
 
 static void truncate_file(const char *file, uint64_t bytes)
@@ -66,7 +32,7 @@ static void truncate_file(const char *file, uint64_t bytes)
 
 LIFE_TEST(a_file_that_was_truncated_between_runs_is_refused)
 {
-    make_store(POOL DISK);
+    place_make_store(&p, POOL DISK, N);
     truncate_file("disk", 8 << 20);
     place_open(&p, POOL DISK);
     cr_assert_str_eq(place_status(&p, NAME).state, "offline");
@@ -89,11 +55,11 @@ LIFE_TEST(a_file_that_is_truncated_while_it_is_used_is_a_miss)
     struct format_super s;
     uint32_t right;
 
-    fill(POOL DISK);
+    place_fill(&p, POOL DISK, N);
     place_drop_ram(&p);
     place_super(&p, "disk", &s);
     truncate_file("disk", s.data + 20 * 65536);
-    right = fetch_all();
+    right = place_fetch_all(&p, N);
     cr_assert_geq(right, 1u);
     cr_assert_leq(right, 20u);
     place_turns(&p, 20);
@@ -107,7 +73,7 @@ LIFE_TEST(two_stores_that_were_swapped_are_told_apart)
     static const char two[] = "[space s]\n[pool s/kv]\n" SIZE DISK "[pool s/big]\n" SIZE
                               "[spill s/big/disk]\npath = %s/big\nsize = 16M\n";
 
-    make_store(two);
+    place_make_store(&p, two, N);
     place_rename(&p, "disk", "x");
     place_rename(&p, "big", "disk");
     place_rename(&p, "x", "big");
@@ -126,7 +92,7 @@ LIFE_TEST(a_table_of_another_store_of_the_same_pool_is_garbage)
     uint8_t *table;
     uint32_t used;
 
-    make_store(two);
+    place_make_store(&p, two, N);
     place_super(&p, "disk", &s);
     table = malloc(s.user - s.table);
     place_read(&p, "disk", table, s.user - s.table, s.table);
@@ -136,7 +102,7 @@ LIFE_TEST(a_table_of_another_store_of_the_same_pool_is_garbage)
     used = place_status(&p, NAME).used;
     cr_assert_gt(used, 10u);
     cr_assert_eq(place_status(&p, "s/kv/other").used, 0u);
-    cr_assert_eq(fetch_all(), used);
+    cr_assert_eq(place_fetch_all(&p, N), used);
     place_close(&p);
 }
 
@@ -149,7 +115,7 @@ LIFE_TEST(another_geometry_or_model_is_refused)
         "[space s]\nscheme = sglang\n[pool s/kv]\n" SIZE DISK,
     };
 
-    make_store(POOL DISK);
+    place_make_store(&p, POOL DISK, N);
     for (unsigned int i = 0; i < sizeof(others) / sizeof(others[0]); i++) {
         place_open(&p, others[i]);
         cr_assert_str_eq(place_status(&p, NAME).state, "offline", "%u", i);
@@ -157,7 +123,7 @@ LIFE_TEST(another_geometry_or_model_is_refused)
         place_close(&p);
     }
     place_open(&p, POOL DISK);
-    cr_assert_eq(fetch_all(), N);
+    cr_assert_eq(place_fetch_all(&p, N), N);
     place_close(&p);
 }
 
@@ -176,7 +142,7 @@ LIFE_TEST(a_table_full_of_garbage_is_an_empty_store)
 {
     struct format_super s;
 
-    make_store(POOL DISK);
+    place_make_store(&p, POOL DISK, N);
     place_super(&p, "disk", &s);
     fill_random("disk", s.table, s.user);
     place_open(&p, POOL DISK);
@@ -185,10 +151,10 @@ LIFE_TEST(a_table_full_of_garbage_is_an_empty_store)
     place_put_all(&p, 0, N);
     place_write_all(&p);
     place_drop_ram(&p);
-    cr_assert_eq(fetch_all(), N);
+    cr_assert_eq(place_fetch_all(&p, N), N);
     place_close(&p);
     place_open(&p, POOL DISK);
-    cr_assert_eq(fetch_all(), N);
+    cr_assert_eq(place_fetch_all(&p, N), N);
     place_close(&p);
 }
 
@@ -216,7 +182,7 @@ LIFE_TEST(the_order_of_writing_goes_on_where_it_was_however_many_there_were)
     struct format_record r;
     uint8_t sector[FORMAT_SECTOR];
 
-    make_store(POOL DISK);
+    place_make_store(&p, POOL DISK, N);
     place_super(&p, "disk", &s);
     place_read(&p, "disk", sector, sizeof(sector), s.table);
     for (uint32_t i = 0; i < FORMAT_IN_SECTOR; i++) {
@@ -242,12 +208,12 @@ LIFE_TEST(user_metadata_or_data_full_of_garbage_is_a_miss)
     struct format_super s;
     uint32_t right;
 
-    make_store(POOL DISK);
+    place_make_store(&p, POOL DISK, N);
     place_super(&p, "disk", &s);
     fill_random("disk", s.user, s.user + 16384);
     fill_random("disk", s.data, s.data + 8 * 65536 + 4096);
     place_open(&p, POOL DISK);
-    right = fetch_all();
+    right = place_fetch_all(&p, N);
     cr_assert_geq(right, 32u);
     cr_assert_leq(right, N - 8);
     place_turns(&p, 20);
@@ -265,7 +231,7 @@ static void reset_and_wait(void)
 
 LIFE_TEST(what_is_older_than_a_reset_is_never_hit_again)
 {
-    fill(POOL DISK);
+    place_fill(&p, POOL DISK, N);
     reset_and_wait();
     place_close(&p); /* at once */
     place_open(&p, POOL DISK);
@@ -279,14 +245,14 @@ LIFE_TEST(what_is_older_than_a_reset_is_never_hit_again)
     place_close(&p);
     place_open(&p, POOL DISK);
     cr_assert_eq(place_count_stored(&p, N), 10u);
-    cr_assert_eq(fetch_all(), 10u);
+    cr_assert_eq(place_fetch_all(&p, N), 10u);
     place_close(&p);
 }
 
 /* The file as it is when the reset is answered, and what was on its way at that moment lost. */
 LIFE_TEST(nor_after_a_crash_right_after_the_answer)
 {
-    p.parent = no_parent;
+    p.parent = place_no_parent;
     for (int round = 0; round < 6; round++) {
         uint32_t epoch;
 
@@ -311,7 +277,7 @@ LIFE_TEST(one_torn_superblock_is_no_harm)
 {
     uint32_t epoch;
 
-    fill(POOL DISK);
+    place_fill(&p, POOL DISK, N);
     reset_and_wait();
     place_put_all(&p, 100, 120);
     place_write_all(&p);
@@ -336,7 +302,7 @@ LIFE_TEST(of_several_stores_the_youngest_epoch_counts)
 {
     static const char two[] = POOL DISK "[spill s/kv/other]\npath = %s/other\nsize = 16M\n";
 
-    make_store(two);
+    place_make_store(&p, two, N);
     place_copy(&p, "other", "old");
     place_open(&p, two);
     reset_and_wait();
@@ -358,7 +324,7 @@ LIFE_TEST(of_several_pools_too)
         "[space s]\n[pool s/kv]\n" SIZE DISK "[pool s/big]\nslot = 4K\nslots = 64\n"
         "[spill s/big/disk]\npath = %s/big\nsize = 512M\n";
 
-    make_store(two);
+    place_make_store(&p, two, N);
     place_copy(&p, "disk", "old");
     place_open(&p, two);
     reset_and_wait();
@@ -375,8 +341,9 @@ LIFE_TEST(of_several_pools_too)
 
 LIFE_TEST(a_store_that_was_never_used_can_be_formatted_after_a_reset)
 {
-    make_store(
-        "[space s]\n[pool s/kv]\nslot = 32K\nslots = 64\nlow_water = 0\nhigh_water = 0\n" DISK);
+    place_make_store(
+        &p, "[space s]\n[pool s/kv]\nslot = 32K\nslots = 64\nlow_water = 0\nhigh_water = 0\n" DISK,
+        N);
     place_open(&p, POOL DISK);
     cr_assert_str_eq(place_status(&p, NAME).state, "offline");
     reset_and_wait();
@@ -402,7 +369,7 @@ static uint32_t remove_tenant(uint32_t tenant)
 
 LIFE_TEST(a_tenant_that_was_removed_stays_removed)
 {
-    fill(POOL DISK);
+    place_fill(&p, POOL DISK, N);
     place_drop_ram(&p);
     cr_assert_eq(remove_tenant(1), N / 2);
     cr_assert_eq(remove_tenant(1), 0u);
@@ -414,7 +381,7 @@ LIFE_TEST(a_tenant_that_was_removed_stays_removed)
     cr_assert_eq(place_count_stored(&p, N), N / 2);
     for (uint64_t i = 1; i < N; i += 2)
         cr_assert_not(place_stored(&p, i));
-    cr_assert_eq(fetch_all(), N / 2);
+    cr_assert_eq(place_fetch_all(&p, N), N / 2);
     place_close(&p);
 }
 
@@ -423,7 +390,7 @@ LIFE_TEST(a_key_that_was_removed_stays_removed_even_if_it_was_being_read)
     struct shm_key k5 = world_key(5), k9 = world_key(9);
     uint64_t tag;
 
-    make_store(POOL DISK);
+    place_make_store(&p, POOL DISK, N);
     place_open_faulty(&p, POOL DISK, "read:hang:from=2M:to=1G");
     cr_assert_eq(place_ask(&p, 5, 1), 1);
     place_turns(&p, 3);
@@ -455,7 +422,7 @@ LIFE_TEST(a_resident_object_takes_its_copy_along_when_it_is_removed)
 {
     uint32_t slot;
 
-    fill(POOL DISK);
+    place_fill(&p, POOL DISK, N);
     slot = slot_of(3);
     cr_assert_eq(pool_remove(p.w.pool, &slot, 1, HISTORY_REMOVED, REMOVE_FORGET), 1u);
     slot = slot_of(4);
@@ -473,7 +440,7 @@ LIFE_TEST(a_resident_object_takes_its_copy_along_when_it_is_removed)
 /* Its data is out, its record is being written. */
 LIFE_TEST(an_object_that_is_removed_while_its_record_is_written_does_not_come_back)
 {
-    p.parent = no_parent;
+    p.parent = place_no_parent;
     for (int how = 0; how < 2; how++) {
         uint32_t slot;
 
